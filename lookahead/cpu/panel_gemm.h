@@ -136,7 +136,7 @@ struct Wanted {
     long bytes;
 
     INLINE void prefetch(long step) const {
-        for (long i = 0; i < bytes; i += 64) __builtin_prefetch(begin + step * bytes + i, 0, 1);
+        for (long i = 0; i < bytes; i += 64) __builtin_prefetch(begin + step * bytes + i, 0, 3);
     }
 };
 

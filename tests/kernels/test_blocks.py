@@ -57,8 +57,9 @@ def assert_same_products(found: Linear, linear: Linear, dtype: torch.dtype, rows
     in_tiles = native.HAS_AMX and dtype == torch.float32 and found.unpacked is not None
     for n in rows:
         input = torch.randn(n, linear.weight.shape[1]).to(dtype)
-        (expected, got), (alone,) = gemm.multiply(input, [linear, found]), gemm.multiply(input, [found])
-        assert torch.equal(got.nan_to_num(), alone.nan_to_num())
+        (expected,), (got,) = gemm.multiply(input, [linear]), gemm.multiply(input, [found])
+        for together, alone in zip(gemm.multiply(input, [linear, found]), (expected, got), strict=True):
+            assert torch.equal(together.nan_to_num(), alone.nan_to_num())
         error = 1e-6 * (input.abs() @ linear.weight.abs().T + 1) if in_tiles else torch.zeros(())
         assert (((got - expected).abs() <= error) | (got.isnan() & expected.isnan()) | (got == expected)).all()
 
@@ -265,6 +266,23 @@ def test_exceptions_of_a_block_do_not_touch_the_others(dtype):
     assert_same_products(found, linear, dtype, rows=(1, 5, 6, 17))
     again = blocks.smallest(linear, dtype, found if found is not linear else None)
     assert torch.equal(again.weight, found.weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_that_cannot_be_indexed_do_not_touch_the_others(dtype):
+    """Among rows that lie together, so many upper bytes are in no table that these rows are read from the matrix."""
+    torch.manual_seed(0)
+    weight = torch.randn(131, 64 * 5)
+    weight[20:30] *= 2.0 ** torch.randint(-30, 30, (10, 64 * 5)).float()
+    weight[128:] *= 2.0 ** torch.randint(-30, 30, (3, 64 * 5)).float()
+    linear = Linear(weight.bfloat16().to(dtype))
+    found = blocks.smallest(linear, dtype)
+    assert (found.unpacked is not None) == can_index(dtype)
+    assert_same_products(found, linear, dtype, rows=(1, 2, 7, 12, 13, 33))
+    weight = linear.weight
+    weight[25, 7] += 1
+    again = blocks.smallest(linear, dtype, found if found is not linear else None)
+    assert_same_products(again, linear, dtype, rows=(1, 40))
 
 
 @pytest.mark.parametrize("rows", [1, 20])
