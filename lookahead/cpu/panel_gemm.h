@@ -9,6 +9,7 @@
 #pragma once
 
 #include <algorithm>
+#include <climits>
 
 #include "matrix.h"
 
@@ -26,6 +27,9 @@ constexpr long PANEL_OUTPUTS = PANEL_VECTORS * L;
 template <class By>
 constexpr long LEAST_ROWS = L == 16 && sizeof(typename By::Prepared) == 4 ? 32 : 16;
 static_assert(1 << LEVELS == L && PANEL_ROWS <= L);
+// Tiles each of which unpacks lines of weights for itself: for more, they are unpacked to memory first. With 32 registers,
+// the unpacking is hidden behind the products of a tile.
+constexpr long MOST_UNPACKED = L == 16 ? LONG_MAX : 2;
 
 // Vectors of a row of the input as it is multiplied: numbers of 4 bytes, or pairs of two.
 template <class By>
@@ -164,7 +168,7 @@ struct PanelInMemory {
 // A panel of indexed weights, which are unpacked line by line.
 template <class By>
 struct PanelOfLines {
-    static constexpr int PARTS = sizeof(typename By::Prepared) / 2;
+    static constexpr int PARTS = sizeof(typename By::Prepared) / 2, VECTORS = 2 * PARTS;  // of a line
     typedef Indexed::Rows<const uint8_t> Rows;
 
     const uint8_t *lower[PANEL_VECTORS], *codes[PANEL_VECTORS];
@@ -198,28 +202,50 @@ struct PanelOfLines {
         find_patched();
     }
 
+    // The pairs of a line.
+    INLINE void read(long line, Ints (*w)[2]) {
+        UNROLL for (int o = 0; o < PANEL_VECTORS; o++)
+            Indexed::look_up(lower[o] + line * Indexed::BLOCK, codes[o] + line * Indexed::BLOCK / 2, tables[o], w[o]);
+        if (__builtin_expect(line == patched, 0)) {
+            Ints some[PANEL_VECTORS][2];  // so that the others stay in registers
+            UNROLL for (int o = 0; o < PANEL_VECTORS; o++) some[o][0] = w[o][0], some[o][1] = w[o][1];
+            patch_line(some);
+            UNROLL for (int o = 0; o < PANEL_VECTORS; o++) w[o][0] = some[o][0], w[o][1] = some[o][1];
+        }
+    }
+    // Vectors v of them as they are multiplied: only then they take registers.
+    static INLINE void take(const Ints (*w)[2], int v, Ints* vectors) {
+        UNROLL for (int o = 0; o < PANEL_VECTORS; o++) {
+            const Ints pairs = w[o][v / PARTS];
+            vectors[o] = PARTS == 1 ? pairs : (Ints)(v % 2 ? high(pairs) : low(pairs));
+        }
+    }
+
     long steps() const { return L * blocks; }
     template <int M>
     INLINE void add_lane(const int32_t* x, long lane, Wanted wanted, Floats (*sums)[PANEL_VECTORS]) {
-        x += lane * blocks * 2 * PARTS * M;
-        for (long line = lane * blocks; line < (lane + 1) * blocks; line++) {
+        x += lane * blocks * VECTORS * M;
+        for (long line = lane * blocks; line < (lane + 1) * blocks; line++, x += VECTORS * M) {
             Ints w[PANEL_VECTORS][2];
-            UNROLL for (int o = 0; o < PANEL_VECTORS; o++)
-                Indexed::look_up(lower[o] + line * Indexed::BLOCK, codes[o] + line * Indexed::BLOCK / 2, tables[o], w[o]);
-            if (__builtin_expect(line == patched, 0)) {
-                Ints some[PANEL_VECTORS][2];  // so that the others stay in registers
-                UNROLL for (int o = 0; o < PANEL_VECTORS; o++) some[o][0] = w[o][0], some[o][1] = w[o][1];
-                patch_line(some);
-                UNROLL for (int o = 0; o < PANEL_VECTORS; o++) w[o][0] = some[o][0], w[o][1] = some[o][1];
-            }
+            read(line, w);
             wanted.prefetch(line);
-            UNROLL for (int v = 0; v < 2 * PARTS; v++, x += M) {
+            UNROLL for (int v = 0; v < VECTORS; v++) {
                 Ints now[PANEL_VECTORS];
-                UNROLL for (int o = 0; o < PANEL_VECTORS; o++) {
-                    const Ints pairs = w[o][v / PARTS];
-                    now[o] = PARTS == 1 ? pairs : (Ints)(v % 2 ? high(pairs) : low(pairs));
-                }
-                UNROLL for (int m = 0; m < M; m++) add_products<By>(x[m], now, sums[m]);
+                take(w, v, now);
+                UNROLL for (int m = 0; m < M; m++) add_products<By>(x[v * M + m], now, sums[m]);
+            }
+        }
+    }
+
+    // Unpack all of it to a panel in memory.
+    void unpack(Ints* panel) {
+        const long stride = stride_of(blocks * VECTORS);
+        for (long lane = 0; lane < L; lane++) {
+            Ints* to = panel + lane * stride;
+            for (long line = lane * blocks; line < (lane + 1) * blocks; line++) {
+                Ints w[PANEL_VECTORS][2];
+                read(line, w);
+                UNROLL for (int v = 0; v < VECTORS; v++, to += PANEL_VECTORS) take(w, v, to);
             }
         }
     }
@@ -297,13 +323,15 @@ static void multiply_by_panels(const int32_t* x, const Tiles& tiles, const Matri
 #ifdef READS_LINES
         if constexpr (IS_INDEXED<Weight>) {
             const auto* const lines = (const uint8_t*)matrix.weights;
-            if (PanelOfLines<By>::are_there(lines, first, end, inputs)) {
-                multiply(PanelOfLines<By>(lines, first, end, inputs));
+            const bool are_there = PanelOfLines<By>::are_there(lines, first, end, inputs);
+            PanelOfLines<By> of_lines(lines, first, end, inputs);
+            if (are_there && tiles.count <= MOST_UNPACKED) {
+                multiply(of_lines);
                 continue;
             }
             Matrix<T> whole = matrix;
             whole.weights = matrix.whole;
-            pack_panel<By, T>(whole, first, end, inputs, panel);
+            are_there ? of_lines.unpack(panel) : pack_panel<By, T>(whole, first, end, inputs, panel);
         } else
 #endif
             pack_panel<By, Weight>(matrix, first, end, inputs, panel);
