@@ -257,7 +257,7 @@ struct Tiles {
     const long rows, count, of_tile;
 
     explicit Tiles(long rows)
-        : rows(rows), count((rows + PANEL_ROWS - 1) / PANEL_ROWS), of_tile((rows + count - 1) / count) {}
+        : rows(rows), count((rows + PANEL_ROWS - 1) / PANEL_ROWS), of_tile(count ? (rows + count - 1) / count : 0) {}
     long first(long tile) const { return std::min(rows, tile * of_tile); }
     long size(long tile) const { return first(tile + 1) - first(tile); }
 };
