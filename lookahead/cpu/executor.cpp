@@ -41,10 +41,10 @@ constexpr int SPINS = 2048;       // 0.1 ms where a pause takes 140 cycles, a te
     DO(MOST_STATE_KEYS, 256)
 #define KINDS(DO)                                                                                                 \
     DO(EMBED) DO(NORM) DO(NORM_HEADS) DO(PRODUCTS) DO(HEADPRODUCTS) DO(SELECT) DO(JOIN) DO(ROTARY) DO(APPEND) \
-    DO(ATTEND) DO(CONVOLVE) DO(DELTA) DO(SCAN) DO(GATE) DO(XIELU)                                             \
+    DO(ATTEND) DO(CONVOLVE) DO(DELTA) DO(SCAN) DO(GATE) DO(CLIP) DO(XIELU)                                    \
     DO(EXPERTS) DO(WEIGH) DO(SCALE) DO(ADD) DO(KEEP) DO(LOGITS)
 #define ACTIVATIONS(DO) DO(SILU) DO(GELU) DO(GELU_TANH) DO(GELU_NEW) DO(GELU_BLOOM) DO(RELU) DO(RELU_SQUARED) \
-    DO(SIGMOID) DO(IDENTITY)
+    DO(SIGMOID) DO(SOFTPLUS) DO(IDENTITY)
 
 #define OPERATION(FIELD, T)                                                                             \
     FIELD(long, kind)                                                                                   \
@@ -58,7 +58,7 @@ constexpr int SPINS = 2048;       // 0.1 ms where a pause takes 140 cycles, a te
     FIELD(const T*, weight)  /* of a norm, an embedding, heads or taps, or sinks of attention */        \
     FIELD(long, format)      /* in which the weights of an embedding are (`Format`) */                  \
     FIELD(const T*, bias)    /* of a norm or taps, or an embedding of positions; or null */             \
-    FIELD(const void*, products) /* [count] of `Product`; of experts: the router, then two of each */   \
+    FIELD(const void*, products) /* [count] of `Product`; of experts: the router, then those of each */ \
     FIELD(long, count)                                                                                  \
     FIELD(long, is_each_shared)  /* each product is shared out by itself, not all of them together */   \
     FIELD(long, next)        /* the operation that multiplies next, or -1 */                            \
@@ -68,7 +68,10 @@ constexpr int SPINS = 2048;       // 0.1 ms where a pause takes 140 cycles, a te
     FIELD(long, adds_to_one) /* the weights of a row's experts are divided by their sum, */             \
     FIELD(long, rounds_weights)  /* and rounded */                                                      \
     FIELD(long, rounds_steps)  /* after each step */                                                    \
-    FIELD(long, rounds_ranks)  /* as is that by which experts are chosen */                             \
+    FIELD(long, rounds_ranks)  /* as is that by which experts are chosen: */                            \
+    FIELD(long, ranks_scores)  /* their scores, not their weights */                                    \
+    FIELD(long, weighs_inputs) /* weights multiply what experts read, not what they give */             \
+    FIELD(long, is_apart)    /* gates of experts have a product of their own */                         \
     FIELD(long, is_sigmoid)  /* they are sigmoids, and no softmax */                                    \
     FIELD(long, groups)      /* of experts, */                                                          \
     FIELD(long, top_groups)  /* and those of which a row chooses, */                                    \
@@ -96,8 +99,8 @@ constexpr int SPINS = 2048;       // 0.1 ms where a pause takes 140 cycles, a te
     FIELD(const T*, skips)   /* [heads], by which a recurrence adds its values */                       \
     FIELD(long, activation)                                                                             \
     FIELD(double, factor)    /* of what is embedded, scaled, added, attended with, or of experts */     \
-    FIELD(double, cap)       /* of scores of attention, or 0 */                                         \
-    FIELD(double, limit)     /* of gates of experts, which then stand beside their numbers; or 0 */     \
+    FIELD(double, cap)       /* of scores of attention or of experts, or 0 */                           \
+    FIELD(double, limit)     /* of what is clipped; of gates of experts that stand beside their numbers, or 0 */ \
     FIELD(double, nearness)  /* of scores that share the weight of an expert which is chosen in its turn; or -1 */ \
     FIELD(double, alpha)     /* of these, or of xIELU */                                                \
     FIELD(double, epsilon)   /* of a norm, or of a sum of weights */                                    \
@@ -412,6 +415,10 @@ static INLINE Floats activated(Floats x) {
     if constexpr (ACTIVATION == GELU_BLOOM) return gelu_in_steps<T, true>(x);
     if constexpr (ACTIVATION == SIGMOID) return times_sigmoid(Floats{} + 1.0f, x);
     if constexpr (ACTIVATION == IDENTITY) return x;
+    if constexpr (ACTIVATION == SOFTPLUS) {
+        for (long l = 0; l < WIDTH; l++) x[l] = recurrence::softplus(x[l]);
+        return x;
+    }
     const Floats positive = x < 0 ? Floats{} : x;  // NaN stays NaN
     return ACTIVATION == RELU ? positive : positive * positive;
 }
@@ -848,6 +855,18 @@ struct Thread {
             activate<ACTIVATION>(x + at, by ? by + at : nullptr, out + at, end - begin);
     }
 
+    void clip(const Operation<T>& of) {
+        const long begin = share(of.width, index), end = share(of.width, index + 1);
+        const T* const x = buffer(of.x);
+        T* const out = buffer(of.out);
+        const float limit = of.limit;
+        for (long row = 0; row < pass.rows; row++)
+            for (long i = row * of.width + begin; i < row * of.width + end; i++) {
+                const float y = number(x[i]);  // NaN stays NaN
+                store(y > limit ? limit : y < -limit ? -limit : y, out + i);
+            }
+    }
+
     void apply_xielu(const Operation<T>& of) {
         const long begin = share(of.width, index), end = share(of.width, index + 1);
         const T* const x = buffer(of.x);
@@ -948,7 +967,8 @@ struct Thread {
         std::fill(begins, begins + experts + 1, 0);
         for (long row = 0; row < rows; row++) {
             const auto score = [&](long e) {
-                return of.router ? ((const float*)scores)[row * experts + e] : number(scores[row * experts + e]);
+                const float y = of.router ? ((const float*)scores)[row * experts + e] : number(scores[row * experts + e]);
+                return of.cap ? float(of.cap) * std::tanh(y / float(of.cap)) : y;
             };
             if (of.nearness >= 0) {
                 choose_in_turn(of, experts, score, stepped, by_row + row * of.top_k);
@@ -960,7 +980,7 @@ struct Thread {
             for (long e = 0; e < experts; e++) sum += chances[e] = std::exp(score(e) - most);
             for (long e = 0; e < experts; e++) {
                 chances[e] = stepped(of.is_sigmoid ? 1 / (1 + std::exp(-score(e))) : chances[e] / sum);
-                float rank = chances[e] + (of.correction ? of.correction[e] : 0);
+                float rank = (of.ranks_scores ? score(e) : chances[e]) + (of.correction ? of.correction[e] : 0);
                 if (of.rounds_ranks) rank = rounded_to<T>(rank);
                 ranks[e] = rank >= attention::HIDDEN ? rank : attention::HIDDEN;  // so that none is chosen twice, NaN or not
             }
@@ -994,7 +1014,8 @@ struct Thread {
     template <long ACTIVATION>
     void experts(const Operation<T>& of) {
         const auto* const router = (const Product<T>*)of.products;
-        const long experts = (of.count - 1) / 2, width = of.width, inner = router[1].matrix.outputs >> of.is_gated;
+        const long each = 2 + of.is_apart, experts = (of.count - 1) / each, width = of.width;
+        const long inner = router[1].matrix.outputs >> (of.is_gated && !of.is_apart);
         const T *const x = buffer(of.x), *const routed = of.y < 0 ? x : buffer(of.y);
         T *const scores = buffer(of.temporary[0]), *const gathered = buffer(of.temporary[1]);
         T* const halves = buffer(of.temporary[2]);
@@ -1013,9 +1034,18 @@ struct Thread {
         for (long e = 0; e < experts && n; e++) {
             const long first = begins[e], rows = begins[e + 1] - first;
             if (!rows) continue;
-            for (long i = 0; i < rows; i++) std::copy_n(x + choices[first + i].row * width, width, gathered + i * width);
-            const Matrix<T>& both = router[1 + 2 * e].matrix;  // gates, then what they are multiplied with, if anything
-            const Input<By> input = prepare(gathered, rows, width, router + 1 + 2 * e, 1);
+            for (long i = 0; i < rows; i++) {
+                const T* const from = x + choices[first + i].row * width;
+                T* const to = gathered + i * width;
+                if (of.weighs_inputs)
+                    for (long j = 0; j < width; j++) store(choices[first + i].weight * number(from[j]), to + j);
+                else
+                    std::copy_n(from, width, to);
+            }
+            // Gates, then what they are multiplied with, if anything: in the same matrix, or in the next one.
+            const Matrix<T>&both = router[1 + each * e].matrix, &others = router[1 + each * e + of.is_apart].matrix;
+            const long begin_of_others = of.is_apart ? begin : inner + begin;
+            const Input<By> input = prepare(gathered, rows, width, router + 1 + each * e, 1 + of.is_apart);
             if (of.limit) {
                 multiply(input, both.part(2 * begin, 2 * n, width, halves), 0, 2 * n, nullptr);
                 for (long i = 0; i < rows; i++)
@@ -1023,8 +1053,8 @@ struct Thread {
                 continue;
             }
             T* const ups = of.is_gated ? halves + rows * n : nullptr;
-            multiply(input, both.part(begin, n, width, halves), 0, n, ups ? both.at(inner + begin, width) : nullptr);
-            if (ups) multiply(input, both.part(inner + begin, n, width, ups), 0, n, nullptr);
+            multiply(input, both.part(begin, n, width, halves), 0, n, ups ? others.at(begin_of_others, width) : nullptr);
+            if (ups) multiply(input, others.part(begin_of_others, n, width, ups), 0, n, nullptr);
             for (long i = 0; i < rows; i++) {
                 const T* const by = ups ? ups + i * n : nullptr;
                 activate<ACTIVATION>(halves + i * n, by, gated + (first + i) * inner + begin, n);
@@ -1035,17 +1065,19 @@ struct Thread {
         for (long e = 0; e < experts && begin_out < end_out; e++) {
             const long first = begins[e], rows = begins[e + 1] - first;
             if (!rows) continue;
-            Matrix<T> down = router[2 + 2 * e].matrix;
+            const Product<T>* const back = router + each * (e + 1);
+            Matrix<T> down = back->matrix;
             down.out = products + first * width;
-            multiply(prepare(gated + first * inner, rows, inner, router + 2 + 2 * e, 1), down, begin_out, end_out, nullptr);
+            multiply(prepare(gated + first * inner, rows, inner, back, 1), down, begin_out, end_out, nullptr);
         }
         meet();
         T* const out = buffer(of.out);
         std::fill(out, out + pass.rows * width, T{});
         for (long i = 0; i < begins[experts]; i++) {
             T* const to = out + choices[i].row * width;
+            const float weight = of.weighs_inputs ? 1 : choices[i].weight;
             for (long j = 0; j < width; j++)
-                store(number(to[j]) + rounded_to<T>(choices[i].weight * number(products[i * width + j])), to + j);
+                store(number(to[j]) + rounded_to<T>(weight * number(products[i * width + j])), to + j);
         }
     }
 
@@ -1131,6 +1163,7 @@ struct Thread {
                 case SCAN: scan(now); break;
                 case GATE:
                 case EXPERTS: activate_by_kind(now); break;
+                case CLIP: clip(now); break;
                 case XIELU: apply_xielu(now); break;
                 case WEIGH: weigh(now); break;
                 case SCALE: scale(now); break;

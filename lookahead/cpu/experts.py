@@ -16,19 +16,22 @@ class Experts(Operation):
     """The MLPs of the top_k experts of each row, added up by their weights (Shazeer et al. 2017, arXiv 1701.06538).
 
     of: the router, then for each expert a layer of both halves, gates first, and the one that goes back. The first one
-    may also give a single half, which then has no gates. The weights are the router's softmax, or sigmoid, of each
-    expert. They are divided by their sum if they add to one, then multiplied by a factor, and may be rounded, also at
-    each of these steps (rounds_steps). epsilon: added to that sum. Of experts that are equally good, those are chosen
-    that torch's topk takes. rounds_ranks: the weights by which they are chosen are rounded, too. Results are rounded
-    when they have been weighed, and added in the order of experts. correction: float32 [experts], added to the weights
-    by which experts are chosen (Wang et al. 2024, arXiv 2408.15664). scales: float32 [experts], by which the weights
-    are multiplied at last, unless they are rounded. routed: what the router reads, if that is not x. groups: experts
-    are divided into so many; of these, `top_groups` are left whose best experts, two or one, add up to the most
-    (DeepSeek-V3, arXiv 2412.19437). router: a router in float32, [experts, width], whose products are not rounded; then
-    there is none in `of`. limit: unless it is 0, a gate stands beside its number, and the two become (number + 1) *
-    gate * sigmoid(alpha * gate), within this limit (gpt-oss, arXiv 2508.10925). nearness: unless it is negative,
-    experts are chosen in turn, each with its share of the softmax of those left whose scores s are near its own s':
-    (s' - s) / max(|s|, s') <= nearness (SparseMixer, Liu et al. 2024, arXiv 2409.12136).
+    may also give a single half, which then has no gates. is_apart: two layers give the halves. The weights are the
+    router's softmax, or sigmoid, of each expert. They are divided by their sum if they add to one, then multiplied by a
+    factor, and may be rounded, also at each of these steps (rounds_steps). epsilon: added to that sum. Of experts that
+    are equally good, those are chosen that torch's topk takes. rounds_ranks: the weights by which they are chosen are
+    rounded, too. Results are rounded when they have been weighed, and added in the order of experts. correction:
+    float32 [experts], added to the weights by which experts are chosen (Wang et al. 2024, arXiv 2408.15664). scales:
+    float32 [experts], by which the weights are multiplied at last, unless they are rounded. routed: what the router
+    reads, if that is not x. groups: experts are divided into so many; of these, `top_groups` are left whose best
+    experts, two or one, add up to the most (DeepSeek-V3, arXiv 2412.19437). router: a router in float32, [experts,
+    width], whose products are not rounded; then there is none in `of`. limit: unless it is 0, a gate stands beside its
+    number, and the two become (number + 1) * gate * sigmoid(alpha * gate), within this limit (gpt-oss, arXiv
+    2508.10925). nearness: unless it is negative, experts are chosen in turn, each with its share of the softmax of
+    those left whose scores s are near its own s': (s' - s) / max(|s|, s') <= nearness (SparseMixer, Liu et al. 2024,
+    arXiv 2409.12136). cap: the router's products s become cap * tanh(s / cap), unless it is 0. ranks_scores: experts
+    are chosen by what the router gives, corrected, and not by their weights. weighs_inputs: weights multiply what
+    experts read, which is rounded then, and not what they give.
     """
 
     x: Value
@@ -49,6 +52,10 @@ class Experts(Operation):
     nearness: float = -1.0
     limit: float = 0.0
     alpha: float = 1.0
+    cap: float = 0.0
+    ranks_scores: bool = False
+    weighs_inputs: bool = False
+    is_apart: bool = False
     correction: torch.Tensor | None = None
     router: torch.Tensor | None = None
     scales: torch.Tensor | None = None
@@ -69,19 +76,28 @@ class Experts(Operation):
         return self.of[self.router is None :]
 
     @property
+    def each(self) -> int:
+        """Layers of an expert."""
+        return 2 + self.is_apart
+
+    @property
     def count(self) -> int:
         """How many experts there are."""
-        return len(self.experts) // 2
+        return len(self.experts) // self.each
 
     @property
     def inner(self) -> int:
         """Numbers of a row within an expert."""
-        return self.experts[1].inputs
+        return self.experts[self.each - 1].inputs
 
     @property
     def is_gated(self) -> bool:
-        """Whether the first layer of an expert gives both halves."""
-        return self.experts[0].outputs != self.inner
+        """Whether an expert has gates."""
+        return self.is_apart or self.experts[0].outputs != self.inner
+
+    def weighed(self, x: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | float]:
+        """Return what experts read of these rows, not yet rounded, and by what to multiply what they give."""
+        return (x * weights, 1.0) if self.weighs_inputs else (x, weights)
 
     def cpp_fields(self) -> dict[str, Any]:
         products = [(*linear.matrix(), -1, 0) for linear in self.of]
@@ -103,14 +119,15 @@ class Experts(Operation):
     def fits(self) -> bool:
         count, width = self.count, self.x.width
         routing = Linear(self.router) if self.router is not None else self.of[0]
-        shapes = {(linear.outputs, linear.inputs) for linear in self.experts[::2]}
-        back = {(linear.outputs, linear.inputs) for linear in self.experts[1::2]}
+        of_each = [[(one.outputs, one.inputs) for one in self.experts[i :: self.each]] for i in range(self.each)]
         return (
             0 < self.top_k <= count
             and (routing.outputs, routing.inputs) == (count, (self.routed or self.x).width)
-            and shapes == {(self.inner << self.is_gated, width)}
+            and {shape for shapes in of_each[:-1] for shape in shapes}
+            == {(self.inner << (self.is_gated and not self.is_apart), width)}
             and (self.is_gated or not self.limit)
-            and back == {(width, self.inner)}
+            and not (self.is_apart and self.limit)
+            and set(of_each[-1]) == {(width, self.inner)}
             and all(one is None or one.shape == (count,) for one in (self.correction, self.scales))
             and 0 < self.top_groups <= self.groups
             and self.best_of_group in (1, 2)

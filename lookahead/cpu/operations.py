@@ -30,7 +30,7 @@ LANES = 16
 """Numbers of the longest vector."""
 MAX_HEAD_DIM = 576  # MAX_SIZE in attention.h
 Activation = Literal[
-    "silu", "gelu", "gelu_tanh", "gelu_new", "gelu_bloom", "relu", "relu_squared", "sigmoid", "identity"
+    "silu", "gelu", "gelu_tanh", "gelu_new", "gelu_bloom", "relu", "relu_squared", "sigmoid", "softplus", "identity"
 ]  # fmt: skip
 """gelu_tanh: GELU as approximated by tanh. gelu_new: the same, rounded at each step of the formula; gelu_bloom: of
 Bloom's form of it."""
@@ -355,6 +355,23 @@ class Gate(Operation):
 
     def fits(self) -> bool:
         return self.by is None or self.by.width == self.x.width
+
+
+@dataclass(frozen=True, eq=False)
+class Clip(Operation):
+    """out = x, but no number of it is further from 0 than the limit."""
+
+    x: Value
+    out: Value
+    limit: float
+    works_in_place = True
+
+    @property
+    def part(self) -> Part:
+        return "outputs", self.x.width
+
+    def fits(self) -> bool:
+        return self.limit > 0
 
 
 @dataclass(frozen=True, eq=False)

@@ -22,6 +22,7 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "relu": functional.relu,
     "relu_squared": lambda x: functional.relu(x).square(),
     "sigmoid": torch.sigmoid,
+    "softplus": functional.softplus,
     "identity": lambda x: x,
 }
 
@@ -296,6 +297,10 @@ class Reference:
         return x if gate.by is None else self.rounded(x * self.values[gate.by])
 
     @computed.register
+    def _(self, clip: op.Clip) -> torch.Tensor:
+        return self.rounded(self.values[clip.x].clamp(-clip.limit, clip.limit))
+
+    @computed.register
     def _(self, xielu: op.Xielu) -> torch.Tensor:
         x, rounded = self.values[xielu.x], self.rounded
         positive = rounded(rounded(xielu.positive * x) * x)
@@ -309,11 +314,13 @@ class Reference:
             scores = self.product(experts.of[0], routed).to(self.finest)
         else:
             scores = routed.to(self.finest) @ router.to(self.finest).T
+        scores = (scores / experts.cap).tanh() * experts.cap if experts.cap else scores
         stepped: Callable = self.rounded if experts.rounds_steps else lambda weights: weights
         if experts.nearness >= 0:
             return self.mixed(experts, *self.chosen_in_turn(experts, scores, stepped))
         weights = stepped(scores.sigmoid() if experts.is_sigmoid else scores.softmax(-1))
-        ranks = weights if experts.correction is None else weights + experts.correction.to(self.finest)
+        ranks = scores if experts.ranks_scores else weights
+        ranks = ranks if experts.correction is None else ranks + experts.correction.to(self.finest)
         ranks = self.rounded(ranks) if experts.rounds_ranks else ranks
         if experts.groups > 1:
             groups = ranks.unflatten(1, (experts.groups, -1))
@@ -342,7 +349,7 @@ class Reference:
         return torch.cat(chosen, 1), torch.cat(weights, 1)
 
     def within(self, experts: op.Experts, both: torch.Tensor) -> torch.Tensor:
-        """What the second layer of an expert takes, from what its first one gives."""
+        """What the last layer of an expert takes, from what those before it give."""
         if experts.limit:
             return self.clipped(both, experts.alpha, experts.limit)
         if not experts.is_gated:
@@ -355,9 +362,10 @@ class Reference:
         out = torch.zeros_like(x)
         for expert in chosen.unique().tolist():
             row, place = (chosen == expert).nonzero(as_tuple=True)
-            inner = self.within(experts, self.product(of[2 * expert], x[row]))
-            weighed = self.product(of[2 * expert + 1], inner) * weights[row, place, None]
-            out[row] = self.rounded(out[row] + self.rounded(weighed))
+            *into, back = of[experts.each * expert : experts.each * (expert + 1)]
+            taken, given = experts.weighed(x[row], weights[row, place, None])
+            both = torch.cat([self.product(linear, self.rounded(taken)) for linear in into], dim=-1)
+            out[row] = self.rounded(out[row] + self.rounded(self.product(back, self.within(experts, both)) * given))
         return out
 
     @computed.register

@@ -27,7 +27,7 @@ class StaticPass(Reference):
 
     serves: ClassVar[tuple[type[op.Operation], ...]] = (
         op.Embed, op.Norm, op.Products, op.Select, op.HeadProducts, op.Join, op.Rotary, op.Append, op.Attend, op.Gate,
-        op.Xielu, op.Experts, op.Weigh, op.Scale, op.Add, op.Keep, op.Logits,
+        op.Clip, op.Xielu, op.Experts, op.Weigh, op.Scale, op.Add, op.Keep, op.Logits,
     )  # fmt: skip
 
     def __init__(
@@ -107,8 +107,10 @@ class StaticPass(Reference):
             biases = [one.bias for one in linears if one.bias is not None]
             return found + torch.stack(biases)[of_rows] if biases else found
 
-        inner = self.within(experts, product(self.values[experts.x][order // experts.top_k], experts.experts[::2]))
-        weighed = self.rounded(product(inner, experts.experts[1::2]) * weights.flatten()[order, None])
+        rows = self.values[experts.x][order // experts.top_k]
+        taken, given = experts.weighed(rows, weights.flatten()[order, None])
+        inner = self.within(experts, product(self.rounded(taken), experts.experts[::2]))
+        weighed = self.rounded(product(inner, experts.experts[1::2]) * given)
         by_choice = torch.empty_like(weighed).index_copy_(0, order, weighed)
         return by_choice.unflatten(0, (-1, experts.top_k)).sum(1)
 
@@ -129,7 +131,9 @@ def why_not(program: Program) -> str | None:
     for one in program.operations:
         if not isinstance(one, StaticPass.serves) or (isinstance(one, op.Attend) and one.biases is not None):
             return f"no graph computes its {type(one).__name__.lower()}"
-        if isinstance(one, op.Experts) and None in map(together, (one.experts[::2], one.experts[1::2])):
+        if isinstance(one, op.Experts) and (
+            one.is_apart or None in map(together, (one.experts[::2], one.experts[1::2]))
+        ):
             return "the weights of its experts lie apart"
     if not all(one.fits() for one in program.operations):
         return "the shapes of its weights do not fit"

@@ -335,8 +335,11 @@ class RandomProgram:
                 }
             if self.rng.random() < 0.2:
                 settings["nearness"] = self.rng.choice([0.05, 0.4])
-            if self.rng.random() < 0.3:
+            settings["is_apart"] = self.rng.random() < 0.3
+            if not settings["is_apart"] and self.rng.random() < 0.3:
                 settings |= {"limit": self.rng.choice([0.2, 7.0]), "alpha": 1.7}
+            settings |= {name: self.rng.random() < 0.3 for name in ("ranks_scores", "weighs_inputs")}
+            settings["cap"] = self.rng.choice([0.0, 0.0, 2.0])
             if self.rng.random() < 0.5:
                 settings["router"] = self.memory.copy(torch.randn(count, x.width) * x.width**-0.5)
                 of = []
@@ -350,9 +353,10 @@ class RandomProgram:
                 settings["scales"] = self.memory.copy(torch.rand(count) + 0.5)
             if self.rng.random() < 0.3:
                 settings["routed"], x = x, self.products(x, self.rng.choice([x.width, 2 * x.width]))[0]
-        halves = 1 + ("limit" in settings or self.rng.random() < 0.7)
+        halves = [width << ("limit" in settings or self.rng.random() < 0.7)]
+        halves = [width, width] if settings.get("is_apart") else halves
         for _ in range(count):
-            of += [self.linear(halves * width, x.width), self.linear(x.width, width)]
+            of += [*(self.linear(half, x.width) for half in halves), self.linear(x.width, width)]
         flags = [self.rng.random() < 0.5 for _ in range(2)]
         most = min(count // settings.get("groups", 1) * settings.get("top_groups", 1), 4)
         top_k = self.rng.randint(1, most)
@@ -368,6 +372,8 @@ class RandomProgram:
             return self.add(op.Weigh(mixed, Value(x.width), by))
         if self.rng.random() < 0.7:
             gate, up = self.products(x, width, width)
+            if self.rng.random() < 0.3:
+                gate, up = (self.add(op.Clip(part, Value(width), self.rng.choice([0.2, 3.0]))) for part in (gate, up))
             gated = self.add(op.Gate(gate, Value(width), self.activation, up))
         else:
             (gate,) = self.products(x, width)
