@@ -1,7 +1,7 @@
 """Tiny random models of many architectures, for comparison with their own generate()."""
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 VOCABULARY = 97
 END = 1
@@ -34,6 +34,7 @@ MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window
 GPT = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256, "n_inner": 48, "vocab_size": VOCABULARY}
 
 _VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 16}
+_VISION_OF_QWEN = {"depth": 1, "num_heads": 2, "out_hidden_size": 32}
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": "auto", "mamba_n_groups": 2, "mamba_d_state": 8, "mamba_expand": 2}
 DELTA = {
     **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 16},
@@ -78,7 +79,7 @@ SETTINGS = {
     "stablelm": {},
     "gpt_bigcode": {**GPT, "multi_query": True},
     "smollm3": {"no_rope_layers": [1, 0]},
-    "llama4_text": {**HEAD, "attention_chunk_size": WINDOW, "num_local_experts": 2, "intermediate_size_mlp": 48},
+    "llama4_text": {**HEAD, "attention_chunk_size": WINDOW, "num_local_experts": 4, "intermediate_size_mlp": 48},
     # Layers that keep a state: short convolution, linear attention, both kinds in one layer, states only.
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "qwen3_next": {**HEAD, **EXPERTS, **DELTA},
@@ -236,6 +237,22 @@ ALIKE = {
         **{"n_mamba_heads": 8, "mamba_ngroups": 2, "mamba_d_state": 8, "num_mem_blocks": 2, "adapter_rank": 32},
         "use_mem_rope": True,
     },
+    **{
+        family: {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}}
+        for family in ("qwen2_vl_text", "qwen2_5_vl_text")
+    },
+    "qwen3_vl_text": HEAD,
+    "qwen3_vl_moe_text": {**HEAD, **EXPERTS, "decoder_sparse_step": 1},
+    "kolibri1": {**HEAD, **MIXED, **EXPERTS, "shared_expert_intermediate_size": 32},
+    "laguna": {
+        **{**HEAD, **MIXED, **EXPERTS, "num_attention_heads_per_layer": [4, 8], "moe_routed_scaling_factor": 2.5},
+        **{"mlp_layer_types": ["dense", "sparse"], "shared_expert_intermediate_size": 32},
+    },
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 1.0},
+        "d_model": 32,
+        "ffn_config": {"moe_num_experts": 4, "moe_top_k": 2, "ffn_hidden_size": 32},
+    },
     "hrm_text": {**HEAD, "H_cycles": 2, "L_cycles": 3, "embedding_scale": 5.0},
     "lara_mini": {
         **{**HEAD, **EXPERTS, **DELTA, "shared_expert_intermediate_size": 32, "num_hidden_layers": 3},
@@ -264,6 +281,15 @@ WITH_IMAGES: dict[str, tuple[str, dict]] = {
     ),
     "fuyu": ("persimmon", {"patch_size": 4}),
     "got_ocr2": ("qwen2", {"vision_config": {**_VISION, "mlp_dim": 32, "output_channels": 32, "image_size": 32}}),
+    **{
+        family: (f"{family}_text", {"vision_config": {**_VISION, **_VISION_OF_QWEN, **more}})
+        for family, more in {
+            "qwen2_vl": {"embed_dim": 32},
+            "qwen2_5_vl": {},
+            "qwen3_vl": {"deepstack_visual_indexes": [0]},
+            "qwen3_vl_moe": {"deepstack_visual_indexes": [0]},
+        }.items()
+    },
     "gemma4_unified": (
         "gemma4_unified_text",
         {"vision_config": None, "audio_config": None, "image_token_id": 97, "video_token_id": 98, "audio_token_id": 99},
@@ -281,7 +307,8 @@ def tiny_model(model_type: str, seed: int = 0, **settings):
     of_text, more = WITH_IMAGES.get(model_type, (model_type, {}))
     settings = {**COMMON, **(SETTINGS | ALIKE).get(of_text, {}), **settings}
     config = AutoConfig.for_model(model_type, **({**more, "text_config": settings} if more else settings))
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    kind = AutoModelForCausalLM if type(config) in AutoModelForCausalLM._model_mapping else AutoModelForImageTextToText
+    model = kind.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim >= 2:

@@ -6,10 +6,10 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from transformers import DynamicCache, GenerationConfig, PreTrainedModel
+from transformers import DynamicCache, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from lookahead import compat
-from lookahead.config import LookaheadConfig
+from lookahead.config import MAX_ROWS, LookaheadConfig
 from lookahead.engine.prefill import cache_passed_in, is_empty, positions_in, repeats_what_is_cached
 from lookahead.models.adapter import context_length
 from lookahead.models.cache import CountedCache
@@ -109,7 +109,8 @@ def why_plain(
             return "with an attention_mask that hides more than padding to the left"
         if not seen.all() and (held or (adapter.has_state and not _conditions().hides_padding(model, adapter))):
             return "with padding, on a cache or in a model whose states take it in"
-        if not seen.all() and any(getattr(module, "is_causal", True) is False for module in model.modules()):
+        parts = model.get_decoder().modules()  # others read images, which may see all of themselves
+        if not seen.all() and any(getattr(part, "is_causal", True) is False for part in parts):
             return "with padding, in a model whose attention is told to see later tokens"  # it does so without a mask
     positions = model_kwargs.get("position_ids")
     # generate() makes a row of positions for each row of the mask, even if it drops the mask.
@@ -119,6 +120,8 @@ def why_plain(
         return "with position_ids other than the usual"
     length = (0 if is_full else held) + new  # of the prompt
     stop = length + generation.max_length - ids.shape[1]
+    if _counts_rows(adapter.config, stop) and (ids.device.type != "cpu" or (mask is not None and not mask.all())):
+        return "with padding, or on a GPU, so far that the model's queries grow by their place in a pass"
     dense = getattr(adapter.config, DENSE_UP_TO.get(adapter.config.model_type, ""), None)
     if dense is not None and stop > dense:
         return f"beyond {dense} positions, from which on the model's attention drops keys by the shape of a pass"
@@ -146,10 +149,17 @@ def _described(name: str, value: Any) -> str:
     return f"the model input {name}"
 
 
+def _counts_rows(config: PreTrainedConfig, stop: int) -> bool:
+    """Whether queries grow by their row in a pass (Llama 4), which counts guesses and padding as positions."""
+    return getattr(config, "attn_temperature_tuning", False) and stop + MAX_ROWS > config.floor_scale
+
+
 def _are_usual(positions: torch.Tensor | None, mask: torch.Tensor | None, held: int) -> bool:
     """Whether ``position_ids`` count the visible tokens of the prompt, or of its part that is not cached."""
     if positions is None or positions.numel() == 0:
         return True
+    if positions.ndim == 3:  # of time, height and width, which only images tell apart
+        return all(_are_usual(one, mask, held) for one in positions)
     if mask is None:
         count = positions.shape[-1]
         return any(

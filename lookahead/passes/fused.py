@@ -138,7 +138,7 @@ class FusedRunner(EagerRunner):
         # By longrope, the longest position of a pass chooses the frequencies of all.
         self._shares = not any(rope.get("rope_type") == "longrope" for rope in ropes_of(model))
         by = self._page.attends_by
-        attends = adapter.splits_attention if by == "split" else attention_implementation(model.config) == by
+        attends = adapter.splits_attention if by == "split" else attention_implementation(adapter.config) == by
         if by == "nothing":
             attends = True
         if by == "eager" and registered_attention(by) is not None:  # something stands in place of the model's own

@@ -159,6 +159,10 @@ SETTINGS: dict[str, dict] = {
     "nemotron": {"num_key_value_heads": 2},
     "nemotron_h": {"mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 2, "moe_shared_expert_intermediate_size": 16},
     "prophetnet": {"num_hidden_layers": None, "pad_token_id": 0},
+    **{
+        family: {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}}
+        for family in ("qwen2_vl_text", "qwen2_5_vl_text")
+    },
     "qwen4_exp_text": {
         "layer_types": ["linear_attention", "indexed_attention"],
         **{"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8},

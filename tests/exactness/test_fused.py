@@ -66,12 +66,13 @@ FAMILIES = [
     "cohere_compass_text", "bert", "bert-generation", "ernie", "electra", "roberta", "camembert", "xlm-roberta",
     "data2vec-text", "roberta-prelayernorm", "xlm-roberta-xl", "megatron-bert", "rembert", "big_bird", "roc_bert",
     "xmod", "modernbert-decoder", "gemma4_unified_text", "gemma4_unified", "phi4_multimodal", "fuyu",
-    "got_ocr2", "hrm_text", "zamba2", "lfm2", "lfm3",
+    "got_ocr2", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "hrm_text", "zamba2", "lfm2", "lfm3",
     "qwen3_5_text", "olmo_hybrid", "bamba", "falcon_h1", "nemotron_h", "mamba2", "mixtral", "granitemoehybrid",
     "lfm2_moe", "phimoe", "mellum", "qwen3_next", "qwen3_5_moe_text", "qwen2_moe", "qwen3_moe", "olmoe", "flex_olmo",
     "granitemoe", "granitemoeshared", "hunyuan_v1_moe", "glm4_moe", "solar_open", "dots1", "exaone_moe", "hy_v3",
     "minimax_m2", "ernie4_5_moe", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "axk1", "afmoe", "gpt_oss",
     "granitemoe_swa", "flint", "cohere2_moe", "beam", "mimo_v2_flash", "aria_text", "lara_mini",
+    "llama4_text", "kolibri1", "laguna", "dbrx", "qwen3_vl_moe",
 ]  # fmt: skip
 # In older transformers, these have parts of another shape or of another model.
 OTHERS_BEFORE = ["gptj", "codegen", "nemotron_h", "cohere_compass_text", "aria_text"]
@@ -84,11 +85,12 @@ WITH_WINDOWS = {
     "mistral", "ministral", "gemma3_text", "gemma4_text", "phi3", "olmo3", "cohere2", "mixtral", "starcoder2",
     "lfm3", "granitemoe_swa", "phimoe", "granite_swa", "cohere_compass_text", "flint", "cohere2_moe", "beam",
     "mimo_v2_flash", "modernbert-decoder", "gemma4_unified_text", "lara_mini",
+    "kolibri1", "laguna",
 }  # fmt: skip
 # torch multiplies with their experts, in an order of its own
 MIXTURES = set(FAMILIES[FAMILIES.index("mixtral") :])
 # a copy of their weights must be made, for which torch multiplies with the original
-TRANSPOSED = {"gpt2", "gpt_oss", "aria_text"}
+TRANSPOSED = {"gpt2", "gpt_oss", "aria_text", "llama4_text", "dbrx"}
 LATENT = {"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "axk1", "youtu", "minicpm3"}  # attention has another form
 # they multiply with parts of weights, and torchao does not know Falcon's layers
 NOT_QUANTIZED = LATENT | {"roc_bert", "falcon"}
@@ -102,7 +104,7 @@ AS_WIDE_AS_HEADS = {
     "gpt2", "gpt_bigcode", "gptj", "codegen", "nanochat", "gpt_neox", "persimmon", "falcon", "qwen2_moe", "helium",
     "opt", "phi", "stablelm", "olmoe", "granitemoe", "bloom", "mpt",
     "gpt_neox_japanese", "biogpt", "xglm", "ctrl", "bitnet", "cohere_compass_text",
-    "modernbert-decoder", "fuyu", "zamba2", *BERTS,
+    "modernbert-decoder", "fuyu", "zamba2", "dbrx", "qwen2_vl", "qwen2_5_vl", *BERTS,
 }  # fmt: skip
 VARIANTS = [
     ("falcon", {"new_decoder_architecture": False, "multi_query": True, "parallel_attn": True}),
@@ -164,6 +166,17 @@ VARIANTS = [
         },
     ),
     ("minicpm3", {"q_lora_rank": None, "mlp_bias": True}),
+    (
+        "llama4_text",  # queries grow within the texts
+        {"floor_scale": 30, "attn_scale": 2.0, "no_rope_layers": [1, 0], "num_experts_per_tok": 2}
+        | {"layer_types": ["chunked_attention", "full_attention"]},
+    ),
+    ("llama4_text", {"use_qk_norm": False, "attention_bias": True, "tie_word_embeddings": True, "moe_layers": [0]}),
+    ("laguna", {"gating": "per-element", "moe_router_logit_softcapping": 0.5, "attention_bias": True}),
+    ("kolibri1", {"norm_topk_prob": False, "num_experts_per_tok": 3}),
+    ("olmo", {"clip_qkv": 0.3, "attention_bias": True}),
+    ("olmoe", {"clip_qkv": 0.3}),
+    ("mpt", {"attn_config": {"clip_qkv": 0.3}}),
     ("nanochat", {"final_logit_softcapping": None, "attention_bias": True}),
     ("apertus", {"hidden_act": "silu", "attention_bias": True}),
     ("afmoe", {"mup_enabled": False, "tie_word_embeddings": True, "attention_bias": True}),
@@ -273,6 +286,13 @@ def sizes(family, width, intermediate, size, heads=4, key_heads=2):
         return {"n_embd": width, "hidden_size": width, "n_inner": intermediate}
     if family in LATENT:
         return {"hidden_size": width, "intermediate_size": intermediate}
+    if family == "dbrx":
+        attention = {"kv_n_heads": key_heads, "rope_theta": 1e4, "clip_qkv": 1.0}
+        experts = {"moe_num_experts": 4, "moe_top_k": 2, "ffn_hidden_size": intermediate}
+        return {"hidden_size": width, "d_model": width, "attn_config": attention, "ffn_config": experts}
+    if family == "laguna":
+        of_layers = {"num_attention_heads_per_layer": [heads, 2 * heads]}
+        return {"hidden_size": width, "intermediate_size": intermediate, "head_dim": size, **of_layers}
     if family == "mpt":
         return {"hidden_size": width, "max_seq_len": 8192}
     if family == "ctrl":
@@ -282,6 +302,10 @@ def sizes(family, width, intermediate, size, heads=4, key_heads=2):
     if family == "mamba2":
         return {"hidden_size": width, "num_heads": width // 4, "head_dim": 8}
     size = width // heads if family in AS_WIDE_AS_HEADS else size
+    if family in ("qwen2_vl", "qwen2_5_vl"):
+        sections = {"mrope_section": [size // 2 - size // 4, size // 8, size // 8]}
+        rope = {"rope_type": "default", "rope_theta": 1e4} | sections
+        return {"hidden_size": width, "intermediate_size": intermediate, "rope_parameters": rope}
     return {"hidden_size": width, "intermediate_size": intermediate, "head_dim": size}
 
 
@@ -603,6 +627,20 @@ def test_texts_are_those_of_generate(family, settings, monkeypatch):
     assert "passes: fused" in model.lookahead.report()
     monkeypatch.setattr(EagerRunner, "run", mock.Mock(side_effect=AssertionError("a step is left to the model")))
     assert list(texts()) == expected
+
+
+def test_padding_that_the_model_counts_as_positions_is_left_to_it():
+    """Llama 4's queries grow by their place in a pass."""
+    settings = {"floor_scale": 30, "attn_scale": 2.0, "no_rope_layers": [0, 0]}
+    model = tiny_model("llama4_text", **sizes("llama4_text", 64, 64, 16), **settings)
+    longer = GREEDY | {"max_new_tokens": 40}
+    prompts = torch.arange(3, 19).reshape(2, 8)
+    prompts[0, :5] = 2
+    mask = (prompts != 2).long()
+    expected = model.generate(prompts, attention_mask=mask, **longer)
+    lookahead.wrap(model)
+    with pytest.warns(UserWarning, match="with padding"):
+        assert torch.equal(model.generate(prompts, attention_mask=mask, **longer), expected)
 
 
 def of_both(runners, held, rows):
@@ -1143,7 +1181,7 @@ def test_calls_in_threads_share_a_program():
 @pytest.mark.parametrize(
     ("model_type", "settings", "reason"),
     [
-        ("llama4_text", {}, "no page says what Llama4ForCausalLM computes; of its parts, no .* Llama4TextL2Norm"),
+        ("zaya", {}, "no page says what ZayaForCausalLM computes; of its parts, no .* ZayaQKNorm"),
         ("llama", {"hidden_act": "quick_gelu"}, "which no operation computes"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "changes with the"),
         ("gemma2", {"final_logit_softcapping": 0.0}, "the cap of its logits is 0"),

@@ -593,7 +593,7 @@ def why_not(model) -> str | None:
     ("model_type", "reason"),
     [
         ("gemma4_text", "attend to everything, or to a sliding window"),
-        ("llama4_text", "no page says what Llama4ForCausalLM computes"),
+        ("llama4_text", "attend to everything, or to a sliding window"),
         ("bloom", "mask and position_ids"),
         ("lfm2", "mask and position_ids"),
     ],

@@ -42,7 +42,7 @@ HOMES: dict[str, str] = {
         ),
         "corrected": (
             "Glm4MoeForCausalLM SolarOpenForCausalLM Dots1ForCausalLM ExaoneMoeForCausalLM HYV3ForCausalLM "
-            "MiniMaxM2ForCausalLM Ernie4_5_MoeForCausalLM"
+            "MiniMaxM2ForCausalLM Ernie4_5_MoeForCausalLM Kolibri1ForCausalLM"
         ),
         "gpt_oss": (
             "GptOssForCausalLM GraniteSWAForCausalLM GraniteMoeSWAForCausalLM FlintForCausalLM MiMoV2FlashForCausalLM"
@@ -63,6 +63,13 @@ HOMES: dict[str, str] = {
         "modernbert": "ModernBertDecoderForCausalLM",
         "bitnet": "BitNetForCausalLM",
         "ctrl": "CTRLLMHeadModel",
+        "qwen_vl": (
+            "Qwen2VLForConditionalGeneration Qwen2_5_VLForConditionalGeneration Qwen3VLForConditionalGeneration "
+            "Qwen3VLMoeForConditionalGeneration"
+        ),
+        "llama4": "Llama4ForCausalLM",
+        "dbrx": "DbrxForCausalLM",
+        "laguna": "LagunaForCausalLM",
         "afmoe": "AfmoeForCausalLM",
         "beam": "BeamForCausalLM",
         "lfm2": "Lfm2ForCausalLM Lfm2MoeForCausalLM Lfm3ForCausalLM",
@@ -74,7 +81,6 @@ HOMES: dict[str, str] = {
         ),
         "zamba": "Zamba2ForCausalLM",
         "hrm": "HrmTextForCausalLM",
-        "around": "FuyuForCausalLM GotOcr2ForConditionalGeneration",
         "with_images": (
             "Gemma3ForConditionalGeneration Gemma4ForConditionalGeneration Gemma4UnifiedForConditionalGeneration"
         ),
@@ -82,6 +88,15 @@ HOMES: dict[str, str] = {
     for name in names.split()
 }
 """The module of the page that stands for a class of transformers. It is imported for a model of that class."""
+_WITH_TEXT_MODELS = [
+    "Aria", "AyaVision", "Cohere2Vision", "DeepseekVL", "DeepseekVLHybrid", "Exaone4_5_", "GlmAsr", "GotOcr2",
+    "GraniteSpeech", "GraniteSpeechPlus", "HyperCLOVAXVisionV2", "Idefics2", "Idefics3", "InternVL", "Janus",
+    "Kimi_K25", "Lfm2Vl", "Lfm3Vl", "LightOnOcr", "Llava", "LlavaNext", "LlavaNextVideo", "LlavaOnevision",
+    "MiniCPMOcr", "MiniCPMV4_6", "MiniCPMV4_7", "Mistral3", "OmniASR", "Ovis2", "QianfanOCR", "Qwen2Audio", "Qwen3ASR",
+    "Qwen3_5", "Qwen3_5Moe", "SmolVLM", "VideoLlama3", "VideoLlava", "VipLlava", "Voxtral",
+]  # fmt: skip
+AROUND = {f"{family}ForConditionalGeneration" for family in _WITH_TEXT_MODELS} | {"FuyuForCausalLM"}
+"""Classes of transformers around a text model, whose page says what they compute (`around`)."""
 SUFFIX = re.compile("ForCausalLM$|LMHeadModel$|Decoder$|ForConditionalGeneration$")
 
 
@@ -98,6 +113,10 @@ def page_of(model: object) -> Page:
     for cls in type(model).__mro__:
         if cls.__name__ in HOMES and cls.__module__.startswith("transformers.models."):
             return page_for(cls.__name__)(model, cls)
+        if cls.__name__ in AROUND and cls.__module__.startswith("transformers.models."):
+            from lookahead.models.families.around import page_around  # other families do not need it
+
+            return page_around(model, cls)
     unknown = ", ".join(_unknown_parts(model))
     missing = f"; of its parts, no operation computes {unknown}" if unknown else ""
     raise UnknownModelError(f"no page says what {type(model).__name__} computes{missing}")

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from lookahead.cpu.operations import Value
+from lookahead.models.families.clipped import clipped
 from lookahead.models.families.llama import Llama
 from lookahead.models.families.page import UnknownModelError
 
@@ -92,9 +93,8 @@ class Mpt(Llama):
 
     def heads(self, x: Value, attention: Any) -> Value:
         self.own(attention, "Attention")
-        if attention.clip_qkv:
-            raise UnknownModelError("its queries and keys are clipped")
         q, k, v = self.products(x, *self.parts(attention.Wqkv, x.width, x.width))
+        q, k, v = clipped(self, attention.clip_qkv or None, q, k, v)
         attended = self.attend(
             q, k, v, attention, scaling=attention.softmax_scale, dropout="attn_dropout_p", biases=self.biases,
             by_distance=True,

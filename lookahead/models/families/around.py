@@ -1,32 +1,65 @@
-"""Models that also take images, around a text model of another family. Fuyu has Persimmon in it, GOT-OCR 2 Qwen2."""
+"""Models that also take images or sounds, around a text model of another family, which the configuration names.
 
+They have a head of their own. Tokens that stand for images and sounds are left to the model's own code.
+"""
+
+import re
+from functools import cache
 from typing import Any
 
-from transformers import PersimmonForCausalLM, Qwen2ForCausalLM
+from lookahead.compat import registered_experts
+from lookahead.cpu.operations import Value
+from lookahead.models.families import HOMES, page_for
+from lookahead.models.families.llama import Llama
+from lookahead.models.families.page import Page, UnknownModelError
+from lookahead.models.origin import is_own
 
-from lookahead.models.families.gpt_neox import Persimmon
-from lookahead.models.families.page import Page
-from lookahead.models.families.qwen import Qwen2
-
-
-class Around(Page):
-    of_text: type
-    """The class of the text model, with its head."""
-
-    def __init__(self, model: Any, own: type):
-        super().__init__(model, own)
-        self._outer = self._family
-        self._home, self._family = self.of_text.__module__, self.of_text.__name__.removesuffix("ForCausalLM")
-
-    @property
-    def inner(self) -> Any:
-        return self._of_class(self.model.model, self._own.__module__, f"{self._outer}Model").language_model
+TEXT_AT = {"Idefics2", "Idefics3", "SmolVLM"}
+"""Models that call their text model ``text_model``, and not ``language_model``."""
+KINDS = re.compile("(image|video|audio)_token_(id|index)$")
+"""Settings that name a token in whose place something else may stand."""
 
 
-class Fuyu(Around, Persimmon):
-    of_text = PersimmonForCausalLM
+def page_around(model: Any, own: type) -> Page:
+    """Return the page of a model around a text model. own: the class of the model that transformers defines.
+
+    Raises UnknownModelError if no page says what its text model computes.
+    """
+    outer = own.__name__.removesuffix("ForConditionalGeneration").removesuffix("ForCausalLM")
+    try:
+        text = getattr(model.model, "text_model" if outer in TEXT_AT else "language_model")
+    except AttributeError as error:
+        raise UnknownModelError(f"a part is missing: {error}") from error
+    for ending in ("Model", "TextModel"):
+        family = type(text).__name__.removesuffix(ending)
+        page: Any = page_for(name) if (name := f"{family}ForCausalLM") in HOMES else Page
+        if issubclass(page, Llama):
+            return _around(page)(model, own, outer, text, family)
+    raise UnknownModelError(f"no page says what {type(text).__name__}, its text model, computes")
 
 
-class GotOcr2(Around, Qwen2):
-    suffix = "ForConditionalGeneration"
-    of_text = Qwen2ForCausalLM
+@cache
+def _around(of_text: Any) -> Any:
+    """The page of models around a text model of this family."""
+
+    class Around(of_text):  # whose page says all but the head
+        def __init__(self, model: Any, own: type, outer: str, text: Any, family: str):
+            super().__init__(model, own)
+            if not is_own(experts := registered_experts(text.config)):
+                raise UnknownModelError(f"its experts are computed by {experts}, which transformers does not define")
+            self._outer, self._text = outer, text
+            self._home, self._family = type(text).__module__, family
+
+        @property
+        def inner(self) -> Any:
+            self._of_class(self.model.model, self._own.__module__, f"{self._outer}Model")
+            return self._text
+
+        def head(self, x: Value) -> None:
+            self.logits(x, self.model.lm_head)
+
+        def placeholders(self) -> list[int]:
+            settings = self.model.config.to_dict().items()
+            return [value for name, value in settings if KINDS.match(name) and isinstance(value, int)]
+
+    return Around

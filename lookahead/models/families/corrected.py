@@ -75,6 +75,30 @@ class MiniMaxM2(Dots1):
         return self.experts(x, mlp.gate, mlp.experts, True, rounds=False, correction=correction, is_sigmoid=True)
 
 
+class Kolibri1(Dots1):
+    """Norms stand before and behind, and experts are chosen by corrected scores, before they become weights."""
+
+    mixture_class = "SparseMoeBlock"
+
+    def layer(self, x: Value, layer: Any, name: str) -> Value:
+        attended = self.attention(self.norm(x, layer.input_layernorm), layer.self_attn, name)
+        x = self.add(x, self.norm(attended, layer.post_self_attn_layernorm))
+        more = self.mlp(self.norm(x, layer.post_attention_layernorm), layer.mlp)
+        return self.add(x, self.norm(more, layer.post_mlp_layernorm))
+
+    def turned(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
+        if attention.sliding_window is not None and not attention.is_sliding:
+            return self.normed(q, k, attention)
+        return super().turned(q, k, attention, name)
+
+    def mixed(self, x: Value, mlp: Any) -> Value:
+        gate = mlp.gate
+        return self.experts(
+            x, gate, mlp.experts, gate.norm_topk_prob, rounds=False, in_float32=True, is_sigmoid=True, epsilon=0.0,
+            correction=gate.e_score_correction_bias, ranks_scores=True,
+        )  # fmt: skip
+
+
 class Ernie4_5_Moe(WithSharedExperts):  # the name that transformers gives it
     mixture_class = "SparseMoeBlock"
     rotary_is_interleaved = True

@@ -25,13 +25,14 @@ def operation(
     top_k: int | None = None,
     routing: Linear | None = None,
     into: str = "gate_up_proj",
+    is_transposed: bool = False,
     **settings: Any,
 ) -> Experts:
     """The operation of experts.
 
     rounds: whether weights of experts are rounded. suffix: of the router's class. in_float32: whether it computes in
     float32. top_k: the router's, if this is not its own. routing: its layer, if it has one. into: the name of the
-    experts' first layers. settings: further ones of `Experts`.
+    experts' first layers. is_transposed: their weights lie so. settings: further ones of `Experts`.
     """
     page.own(router, suffix)
     if type(experts) is not gguf_class("GgufExperts"):
@@ -39,23 +40,23 @@ def operation(
     if routing is None:
         routing = Linear(router.weight, None, getattr(router, "bias", None))
     of = [] if in_float32 else [routing]
-    for both, back in zip(_of_each(page, experts, into), _of_each(page, experts, "down_proj"), strict=True):
+    is_transposed = getattr(experts, "is_transposed", is_transposed)
+    for both, back in zip(*(_of_each(page, experts, name, is_transposed) for name in (into, "down_proj")), strict=True):
         of += both, back
     settings |= {"router": routing.weight.float() if in_float32 else None}
-    settings |= {"correction": None if correction is None else correction.float().flatten()}
+    settings |= {"correction": None if correction is None else correction.detach().float().flatten()}
     is_silu = "limit" in settings or experts.act_fn is nn.functional.silu
     activation: Activation = "silu" if is_silu else page._activation(experts.act_fn)
     fields = tuple(of), top_k or router.top_k, activation, adds_to_one, rounds
     return Experts(x, Value(x.width), *fields, **settings)
 
 
-def _of_each(page: Page, experts: Any, name: str) -> list[Linear]:
+def _of_each(page: Page, experts: Any, name: str, is_transposed: bool) -> list[Linear]:
     """A linear layer of each expert. Where they have biases, and in some families, their weights lie transposed."""
     weights, biases = getattr(experts, name).detach(), getattr(experts, f"{name}_bias", None)
     if type(experts) is gguf_class("GgufExperts"):
         form = page._blocks(getattr(page._check(experts), name.replace("_proj", "_type")))
         return [Linear(weight, blocks=form) for weight in weights]
     if biases is None:
-        is_transposed = getattr(experts, "is_transposed", False)
         return [Linear(weight.T if is_transposed else weight) for weight in weights]
     return [Linear(weight.T, None, bias) for weight, bias in zip(weights, biases.detach(), strict=True)]

@@ -8,6 +8,7 @@ from torch import nn
 
 from lookahead.cpu.operations import Value
 from lookahead.cpu.products import Linear
+from lookahead.models.families.clipped import clipped
 from lookahead.models.families.granite import Granite
 from lookahead.models.families.llama import Llama, Mistral
 from lookahead.models.families.olmo import Olmo2
@@ -72,9 +73,12 @@ class Olmoe(Llama):
         return self.experts(x, mlp.gate, mlp.experts, mlp.gate.norm_topk_prob)
 
     def turned(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
-        if attention.config.clip_qkv is not None:
-            raise UnknownModelError("its queries and keys are clipped")
-        return super().turned(*self.normed(q, k, attention), attention, name)
+        q, k = clipped(self, attention.config.clip_qkv, *self.normed(q, k, attention))
+        return super().turned(q, k, attention, name)
+
+    def attended(self, q: Value, k: Value, v: Value, attention: Any) -> Value:
+        (v,) = clipped(self, attention.config.clip_qkv, v)
+        return super().attended(q, k, v, attention)
 
 
 class GraniteMoe(Granite):

@@ -4,6 +4,7 @@ from typing import Any
 
 from lookahead.cpu import operations as op
 from lookahead.cpu.operations import Value
+from lookahead.models.families.clipped import clipped
 from lookahead.models.families.llama import Llama
 from lookahead.models.families.page import UnknownModelError
 
@@ -17,9 +18,12 @@ class Olmo(Llama):
         return self._add(op.Norm(x, Value(x.width), None, 1e-5, is_centered=True, size=x.width))
 
     def turned(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
-        if attention.config.clip_qkv is not None:
-            raise UnknownModelError("its queries and keys are clipped")
+        q, k = clipped(self, attention.config.clip_qkv, q, k)
         return super().turned(q, k, attention, name)
+
+    def attended(self, q: Value, k: Value, v: Value, attention: Any) -> Value:
+        (v,) = clipped(self, attention.config.clip_qkv, v)
+        return super().attended(q, k, v, attention)
 
 
 class Olmo2(Llama):

@@ -1,0 +1,31 @@
+"""Laguna: softplus gates what attention finds, each head or each number of it. Layers differ in their heads."""
+
+from typing import Any
+
+from lookahead.cpu import operations as op
+from lookahead.cpu.operations import Value
+from lookahead.models.families.corrected import Dots1
+
+
+class Laguna(Dots1):
+    turns_part = True
+    mixture_class = "SparseMoeBlock"
+
+    def attention(self, x: Value, attention: Any, name: str) -> Value:
+        self.own(attention, "Attention")
+        q, k, v, gate = self.products(x, *self.projections(attention), self.linear(attention.g_proj))
+        found = self.attended(*self.turned(q, k, attention, name), v, attention)
+        if attention.gate_per_head:
+            gate = self._add(op.Gate(gate, Value(gate.width), "softplus"))
+            gated = self.times(found, self.select(gate, 1, 1, 0, repeats=attention.head_dim))
+        else:
+            gated = self._add(op.Gate(gate, Value(gate.width), "softplus", found))
+        return self.product(gated, attention.o_proj)
+
+    def mixed(self, x: Value, mlp: Any) -> Value:
+        gate = mlp.gate
+        mixed = self.experts(
+            x, gate, mlp.experts, adds_to_one=True, correction=gate.e_score_correction_bias, is_sigmoid=True,
+            epsilon=0.0, cap=max(float(gate.router_logit_softcapping), 0.0),
+        )  # fmt: skip
+        return self.scale(mixed, float(mlp.routed_scaling_factor))

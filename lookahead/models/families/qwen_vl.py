@@ -1,0 +1,47 @@
+"""Qwen2-VL, Qwen2.5-VL, Qwen3-VL and its mixture of experts: their text sides, while a text has no images.
+
+Their positions in time, height and width are then all the same.
+"""
+
+from types import MappingProxyType
+from typing import Any
+
+from lookahead.cpu.operations import Value
+from lookahead.models.families.llama import Llama
+from lookahead.models.families.page import Page
+from lookahead.models.families.qwen import Qwen2, Qwen3
+
+
+class WithImages(Llama):
+    suffix = "ForConditionalGeneration"
+
+    @property
+    def inner(self) -> Any:
+        return Page.own(self, self.model.model, "Model").language_model
+
+    def placeholders(self) -> list[int]:
+        return [self.model.config.image_token_id, self.model.config.video_token_id]
+
+
+class Qwen2VL(WithImages, Qwen2):
+    model_class = "TextModel"
+    names = MappingProxyType({"MLP": "Qwen2MLP"})
+
+
+class Qwen2_5_VL(Qwen2VL):  # the name that transformers gives it
+    pass
+
+
+class Qwen3VL(WithImages, Qwen3):
+    slides = "never"
+
+    def own(self, module: Any, suffix: str) -> Any:
+        return super().own(module, f"Text{suffix}")
+
+
+class Qwen3VLMoe(Qwen3VL):
+    def mlp(self, x: Value, mlp: Any) -> Value:
+        if not hasattr(mlp, "experts"):  # some layers have a usual MLP
+            return super().mlp(x, mlp)
+        self.own(mlp, "SparseMoeBlock")
+        return self.experts(x, mlp.gate, mlp.experts, adds_to_one=True)
