@@ -339,12 +339,14 @@ class RandomProgram:
             if not settings["is_apart"] and self.rng.random() < 0.3:
                 settings |= {"limit": self.rng.choice([0.2, 7.0]), "alpha": 1.7}
             settings |= {name: self.rng.random() < 0.3 for name in ("ranks_scores", "weighs_inputs")}
-            settings["cap"] = self.rng.choice([0.0, 0.0, 2.0])
+            if "nearness" not in settings:  # which would choose among scores that are all at the cap
+                settings["cap"] = self.rng.choice([0.0, 0.0, 2.0])
             if self.rng.random() < 0.5:
                 settings["router"] = self.memory.copy(torch.randn(count, x.width) * x.width**-0.5)
                 of = []
             if self.dtype == torch.bfloat16:  # then the correction decides, also among sums of two
-                settings["correction"] = self.memory.copy(8.0 ** torch.randperm(count))
+                of_scores = 1e4 if settings["ranks_scores"] else 1.0
+                settings["correction"] = self.memory.copy(of_scores * 8.0 ** torch.randperm(count))
             elif self.rng.random() < 0.5:
                 settings["correction"] = self.memory.copy(torch.randn(count))
             if self.rng.random() < 0.3:
