@@ -8,7 +8,7 @@ from lookahead.cpu import gemm, products
 from lookahead.guessing.budget import Budget, Pace, average_length
 from lookahead.guessing.combine import Combined, Ledger
 from lookahead.guessing.draws import draws_at
-from lookahead.guessing.pool import PoolSource
+from lookahead.guessing.pool import PoolGuesser, PoolSource
 from lookahead.guessing.source import Batch, Guesser, GuessSource, Limits, Needs, Outcome, top_k
 from lookahead.models.adapter import UnsupportedModelError, context_length, device_of, vocabulary_of
 from lookahead.models.cache import AnyCache, InPlaceLayer, LookaheadCache, copy_of_cache
@@ -41,6 +41,7 @@ __all__ = [  # noqa: RUF022 - by what they are for
     "average_length",
     "Combined",
     "Ledger",
+    "PoolGuesser",
     "PoolSource",
     "Stats",
     # A model: what it is, and copies of its modules.

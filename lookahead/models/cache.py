@@ -641,6 +641,7 @@ def copy_of_cache(cache: LookaheadCache) -> LookaheadCache:
 
 def copy_of(layer: Any) -> Any:
     """Copy a layer of ours, or one that keeps a state. The copy may be written to in any mode, and has no gradients.
+    It has the columns in use, and room for as many more at most.
 
     The layer's tensors may have been made in inference mode, or by a pass that is differentiated.
     """
@@ -648,7 +649,8 @@ def copy_of(layer: Any) -> Any:
     with torch.inference_mode(False), torch.no_grad():
         vars(copied).update(_copy_of_state(vars(layer)))
         if isinstance(copied, InPlaceLayer) and copied.is_initialized:
-            copied._hold(*(buffer.clone() for buffer in layer.buffers))
+            columns = np.array([copied.columns])
+            copied._move(np.zeros(1, np.int64), columns, min(copied.buffers[0].shape[2], 2 * copied.columns))
     return copied
 
 

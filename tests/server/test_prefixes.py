@@ -90,6 +90,16 @@ def test_two_conversations_that_begin_alike_go_on_side_by_side():
             assert cached == (len(texts[i]) - 13 if turn else len(system) * i)
 
 
+def test_no_more_is_copied_than_is_shared():
+    """Most prompts begin with the same system message: of a long text, they need the first columns alone."""
+    prefixes = Prefixes(lookahead.wrap(tiny_model("llama"), CONFIG), 2**30)
+    text, _ = answer(prefixes._model, prefixes, [3, 4] * 250, 5)
+    copied, cached = prefixes.take([*text[:30], 9, 9])
+    assert cached == 30
+    assert 0 < size_of(copied) < size_of(prefixes._kept[0].cache) / 5
+    assert prefixes.take([*text, 9], shares=True)[1] == len(text) - 1  # the other text is as it was
+
+
 def test_the_oldest_goes_first_and_little_is_not_worth_a_copy():
     model = lookahead.wrap(tiny_model("llama"), CONFIG)
     prefixes = Prefixes(model, 2**30)

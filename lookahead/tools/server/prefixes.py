@@ -8,7 +8,8 @@ import torch
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from lookahead.models.cache import InPlaceLayer, KeepsState, copy_of
+from lookahead.extending import InPlaceLayer
+from lookahead.models.cache import KeepsState, copy_of
 from lookahead.models.passed_in import empty_cache
 from lookahead.tools.audit import first_difference
 
@@ -115,12 +116,17 @@ def can_be_cut(cache: DynamicCache) -> bool:
 def cut(cache: DynamicCache, tokens: int) -> DynamicCache | None:
     """Return a copy without the last ``-tokens`` tokens; None if a layer cannot be cut back so far."""
     copied = copy(cache)
-    copied.layers = [copy_of(layer) for layer in cache.layers]
+    # Layers of ours that are cut share their columns until then, so that no more are copied than are needed.
+    shares = [isinstance(layer, InPlaceLayer) for layer in cache.layers]
+    copied.layers = [
+        copy(layer) if shared else copy_of(layer) for layer, shared in zip(cache.layers, shares, strict=True)
+    ]
     try:
         if tokens:
             copied.crop(tokens)
     except RuntimeError:
         return None
+    copied.layers = [copy_of(layer) if shared else layer for layer, shared in zip(copied.layers, shares, strict=True)]
     return copied
 
 
