@@ -26,8 +26,7 @@ import numpy as np
 import xxhash
 from transformers import AutoTokenizer
 
-from lookahead.guessing.pool import PoolGuesser
-from lookahead.guessing.source import Limits
+from lookahead.extending import Limits, PoolGuesser
 from lookahead.vocabulary import vocabulary_fingerprint
 from ngram_pool import NgramPool, Origin
 from ngram_pool.table import LONGEST

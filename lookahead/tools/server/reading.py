@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lookahead.models.adapter import context_length
+from lookahead.extending import context_length
 from lookahead.models.passed_in import empty_cache
 from lookahead.streaming import CONTEXT
 from lookahead.tools.audit import first_difference
