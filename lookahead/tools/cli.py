@@ -92,6 +92,12 @@ def _options(*options: Decorator) -> Decorator:
     return lambda command: reduce(lambda decorated, option: option(decorated), reversed(options), command)
 
 
+def _not_empty(_context: click.Context, _option: click.Parameter, given: str | None) -> str | None:
+    if given == "":
+        raise click.BadParameter("it is empty, which every request would give: leave it out, or give a key")
+    return given
+
+
 def _run(module: str, command: str, options: dict[str, Any]) -> None:
     """Import the module of a command, which takes seconds, and call the command."""
     from ngram_pool.waiting import told_if_long  # takes half a second itself
@@ -239,7 +245,7 @@ def chat(**options: Any) -> None:
 @click.option("--parallel", type=click.IntRange(1, 256), default=8, show_default=True,
               help="Most requests that are decoded at once. They share passes.")  # fmt: skip
 @click.option("--name", help="What requests call the model; by default, what stands behind --model.")
-@click.option("--api-key", metavar="KEY", envvar="LOOKAHEAD_API_KEY", show_envvar=True,
+@click.option("--api-key", metavar="KEY", envvar="LOOKAHEAD_API_KEY", show_envvar=True, callback=_not_empty,
               help="What each request must give as its key.")  # fmt: skip
 @click.option(
     "--cors",

@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 import json
 import random
+import re
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import openai
@@ -51,7 +53,7 @@ def grammars(model):
 def decode(model, grammars, schema, prompt, guesses, **options):
     """Return the tokens of an answer that keeps to a schema, and the steps that it took."""
     ids = grammars.tokenizer(prompt, return_tensors="pt").input_ids
-    grammar = grammars.of(Demand(schema), Prompt(ids[0].tolist(), []), many=True)
+    grammar = grammars.compiled(grammars.text(Demand(schema), Prompt(ids[0].tolist(), []), many=True))
     processor, source = grammars.enforce(grammar, ids.shape[1])
     sequences = lookahead.Sequences(model)
     before = model.lookahead.stats.steps
@@ -125,7 +127,7 @@ def test_any_answer_keeps_to_its_schema(model, grammars, schema, seed, temperatu
 )
 def test_a_schema_that_cannot_be_enforced_is_refused(grammars, schema, says):
     with pytest.raises(RefusedError, match=f"the schema cannot be enforced: .*{says}"):
-        grammars.of(Demand(schema), Prompt([1], []), many=True)
+        grammars.compiled(grammars.text(Demand(schema), Prompt([1], []), many=True))
 
 
 SERVER = f"""if True:
@@ -248,6 +250,39 @@ def test_a_large_schema_holds_up_nobody(strict):
     assert count > 3  # one at most, if they wait for it
 
 
+TAKES_MINUTES = {"type": "object", "patternProperties": {f"^a{i}$": {"type": "integer"} for i in range(2000)}}
+
+
+def test_a_schema_that_takes_minutes_is_given_up(strict):
+    """It is refused by name, and ends with its client; other schemas are compiled meanwhile."""
+    how = {"type": "json_schema", "json_schema": {"name": "x", "schema": TAKES_MINUTES}}
+    body = {"messages": MESSAGES, "max_tokens": 2}
+    other = {"type": "json_schema", "json_schema": {"name": "x", "schema": PERSON}}
+    with ThreadPoolExecutor(1) as threads:
+        slow = threads.submit(ask, strict, "/v1/chat/completions", **body, response_format=how)
+        for _ in range(8):  # whose clients go
+            with contextlib.closing(connect(strict)) as connection:
+                sent = json.dumps(body | {"response_format": how})
+                connection.request("POST", "/v1/chat/completions", sent, {"Content-Type": "application/json"})
+                time.sleep(0.1)
+        assert ask(strict, "/v1/chat/completions", **body, response_format=other)[0] == 200
+        assert not slow.done()
+        status, said = slow.result(60)
+    assert (status, said["error"]["param"]) == (400, "response_format")
+    assert "patternProperties" in said["error"]["message"]
+
+
+@pytest.mark.parametrize("schema", [{"const": "a<|endoftext|>"}, {"enum": ["a", "<|endoftext|>"]},
+                                    {"type": "object", "properties": {"<|endoftext|>": {"type": "null"}}}])  # fmt: skip
+def test_a_special_token_is_no_text_of_a_schema(grammars, schema):
+    special = grammars.tokenizer.eos_token
+    schema = json.loads(json.dumps(schema).replace("<|endoftext|>", special))
+    with pytest.raises(RefusedError, match=re.escape(special)):
+        grammars.text(Demand(schema), Prompt([1], []), many=True)
+    described = {"type": "string", "description": special, "maxLength": 3}
+    grammars.compiled(grammars.text(Demand(described), Prompt([1], []), many=True))
+
+
 GROWS = {  # while its text is written
     "type": "object",
     "properties": {"a": {"type": "string", "pattern": f"^{'a?' * 300}{'a' * 300}$"}},
@@ -341,6 +376,6 @@ def test_the_first_schema_holds_up_nobody():
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(grammar, "from_tokenizer", None)
                 wishes = Wishes(demand=Demand(PERSON))
-                assert await server.by(server.compiling, lambda: server.generations.grammars([Prompt([1], [])], wishes))
+                assert await server.grammars([Prompt([1], [])], wishes)
 
     asyncio.run(ask_first())

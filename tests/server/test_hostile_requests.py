@@ -6,6 +6,7 @@ Nearly all of it goes by HTTP, so it holds for any server of these endpoints.
 import contextlib
 import http.client
 import json
+import math
 import re
 import secrets
 import signal
@@ -260,6 +261,8 @@ FUNCTION = {"type": "function", "function": TOOL}
         (CHAT, {"generation_config": "["}, "generation_config"),
         (CHAT, {"temperature": 0, "generation_config": {"do_sample": True}}, "temperature"),
         (CHAT, {"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
+        (RESPONSE, {"tools": [{"type": "function", "name": "f", "parameters": {"x": math.nan}}]}, "tools"),
+        (RESPONSE, {"text": {"format": {"type": "json_object"}, "x": [1e999]}}, "text"),
         (CHAT, {"nope\ud800": 1}, "nope\\ud800"),
         (CHAT, {"x" * 100: 1}, "x" * 80),
     ],

@@ -1,6 +1,7 @@
 """`/v1/messages`, as Anthropic's clients ask and read; lists, probabilities and penalties; keys, names and the page."""
 
 import contextlib
+import gzip
 import json
 import math
 import re
@@ -14,12 +15,14 @@ from functools import cache
 import openai
 import pytest
 import torch
+from click.testing import CliRunner
 from server_process import SERVE, ask, connect, running
 from test_server import THINKING, WRITING
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lookahead import DEMO_MODEL
-from lookahead.tools.server import fields
+from lookahead.tools.cli import main
+from lookahead.tools.server import fields, make_app
 
 MESSAGES = "/v1/messages"
 LENGTH = 16
@@ -417,12 +420,32 @@ def test_only_json_is_read(address, kind, status):
         assert ("whose Content-Type is application/json" in answer.read().decode()) == (status == 400)
 
 
+def test_a_body_that_is_packed_is_refused_by_name(address):
+    body = gzip.compress(json.dumps({"prompt": "x", "max_tokens": 1}).encode())
+    with contextlib.closing(connect(address)) as connection:
+        headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+        connection.request("POST", "/v1/completions", body, headers)
+        answer = connection.getresponse()
+        assert answer.status == 415
+        assert "without Content-Encoding" in json.load(answer)["error"]["message"]
+
+
+def test_an_empty_key_is_refused(tokenizer):
+    """Every request would give it."""
+    with pytest.raises(ValueError, match="empty"):
+        make_app(None, tokenizer, "x", api_key="")
+    said = CliRunner().invoke(main, ["serve", "--api-key", ""])
+    assert said.exit_code == 2
+    assert "--api-key" in said.output
+
+
 def test_a_key():
     with running(*SERVE, "--api-key", KEY) as address:
         for path in ("/v1/models", "/metrics"):
             for headers, status in (
                 ({}, 401), ({"Authorization": "Bearer no"}, 401), ({"x-api-key": "é".encode().decode("latin-1")}, 401),
                 ({"Authorization": f"Bearer {KEY}"}, 200), ({"x-api-key": KEY}, 200),
+                ({"Authorization": f"bearer {KEY}"}, 200), ({"Authorization": KEY}, 401),
             ):  # fmt: skip
                 assert get(address, path, **headers)[0] == status
         assert [get(address, path)[0] for path in ("/", "/health")] == [200, 200]

@@ -71,6 +71,14 @@ def parts_of_pieces(tokenizer, template, pieces, prompt=PROMPT):
             [(TEXT, "See"), Call("f", '{"a": 7, "b": "7"}')],
         ),
         (AS_JSON, PROMPT, "a <tool_call>{nonsense}</tool_call> b", [(TEXT, "a <tool_call>{nonsense}</tool_call> b")]),
+        *(
+            (AS_JSON, PROMPT, call, [(TEXT, call)])
+            for call in (
+                '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>',
+                '<tool_call>{"name": "f", "arguments": {"a": "\\ud83d"}}</tool_call>',
+                '<tool_call>{"name": "\\ud83d", "arguments": {}}</tool_call>',
+            )
+        ),
         (AS_JSON, PROMPT, "a < b <think", [(TEXT, "a < b <think")]),
         (AS_JSON, PROMPT, "", []),
     ],

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import math
 import re
 import signal
 import subprocess
@@ -14,6 +15,7 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
+import numpy as np
 import openai
 import pytest
 import serving as script
@@ -21,14 +23,14 @@ import torch
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
-from server_process import ENVIRONMENT, ROOT, SERVE, ask, running
+from server_process import ENVIRONMENT, ROOT, SERVE, ask, connect, running
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lookahead import DEMO_MODEL, NgramPool
 from lookahead.stats import Stats
 from lookahead.tools.cli import main
 from lookahead.tools.server import make_app
-from lookahead.tools.server.answering import Pieces, Probabilities, Writer
+from lookahead.tools.server.answering import Pieces, Probabilities, Writer, _top_k
 from lookahead.tools.server.app import Server
 from lookahead.tools.server.metrics import Metrics, exposition
 from lookahead.tools.server.parsing import REASONING, TEXT
@@ -292,6 +294,22 @@ def test_probabilities_do_not_depend_on_the_steps(tokenizer, text, ends, random)
     offsets = [offset for _, tokens in pieces for _, offset in tokens]
     whole = [tokenizer.decode(ids[:at], skip_special_tokens=True).rstrip("\ufffd") for at in range(len(offsets))]
     assert offsets == list(map(len, whole))  # also in the middle of a character
+
+
+@given(st.lists(st.sampled_from([-math.inf, -2.0, -1.0, 0.5, 3.0]), min_size=1, max_size=30), st.integers(0, 30))
+def test_the_likeliest_are_those_of_a_stable_sort(row, count):
+    row, count = np.array(row, np.float32), min(count, len(row))
+    assert _top_k(row, count) == np.argsort(-row, kind="stable")[:count].tolist()
+
+
+def test_events_of_a_response_are_named(address):
+    """Clients may read the name of an event in the place of its type."""
+    with contextlib.closing(connect(address)) as connection:
+        body = {"input": "x", "max_output_tokens": 2, "stream": True}
+        connection.request("POST", "/v1/responses", json.dumps(body), {"Content-Type": "application/json"})
+        for event in filter(None, connection.getresponse().read().decode().split("\n\n")):
+            name, data = event.split("\n")
+            assert name == "event: " + json.loads(data.removeprefix("data: "))["type"]
 
 
 def test_reasoning_and_answer_are_kept_apart():

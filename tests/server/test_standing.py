@@ -528,6 +528,55 @@ def test_a_client_that_is_given_up_loses_its_connection():
         assert not sockets_of(address)
 
 
+def test_a_client_that_goes_while_its_answers_begin_has_none():
+    code = "import time; begin = generations.Generations.begin; generations.MOST_WAITING = 0; generations.Generations"
+    code += ".begin = lambda self, prompts, wishes, *rest: (begin(self, prompts, wishes, *rest), "
+    code += "time.sleep(wishes.answers > 1))[0]"
+    with running(*of_app(code), *COMMAND, "--parallel", "2") as address:
+        with contextlib.closing(connect(address)) as connection:
+            body = {"prompt": "x", "n": 16, "max_tokens": 1000, "generation_config": {"min_new_tokens": 1000}}
+            connection.request("POST", COMPLETION, json.dumps(body), {"Content-Type": "application/json"})
+            time.sleep(0.5)
+        time.sleep(1.5)
+        assert ask(address, COMPLETION, prompt="x", max_tokens=2)[0] == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_long_answer_is_written_while_others_are_answered(stream):
+    code = "import time; from lookahead.tools.server import responses; whole = responses.Response._response; "
+    code += "responses.Response._response = lambda self, status: ("
+    code += "time.sleep(3 * (status == 'incomplete')), whole(self, status))[1]"
+    with running(*of_app(code), *COMMAND) as address, ThreadPoolExecutor(1) as threads:
+        ask(address, COMPLETION, prompt="x", max_tokens=2)
+
+        def long() -> bytes:
+            with contextlib.closing(connect(address)) as connection:
+                body = {"input": "x", "max_output_tokens": 2, "stream": stream}
+                connection.request("POST", RESPONSE, json.dumps(body), {"Content-Type": "application/json"})
+                return connection.getresponse().read()
+
+        written = threads.submit(long)
+        count = 0
+        while not written.done():
+            assert ask(address, COMPLETION, prompt="x", max_tokens=2)[0] == 200
+            count += not written.done()
+    assert b"incomplete" in written.result()
+    assert count > 3
+
+
+def test_a_connection_stays_for_the_next_turn(address):
+    """Agents pause between turns. uvicorn would end the connection after five seconds, perhaps as a request comes."""
+    with contextlib.closing(connect(address)) as connection:
+        ports = set()
+        for pause in (5.5, 0):
+            body = json.dumps({"prompt": "x", "max_tokens": 1})
+            connection.request("POST", COMPLETION, body, {"Content-Type": "application/json"})
+            ports.add(connection.sock.getsockname()[1])
+            assert connection.getresponse().read()
+            time.sleep(pause)
+    assert len(ports) == 1
+
+
 def sockets_of(address: str) -> int:
     """Return how many connections to a server there are at its end."""
     port = f":{urllib.parse.urlsplit(address).port:04X}"

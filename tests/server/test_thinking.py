@@ -291,7 +291,7 @@ def test_what_is_enforced_begins_with_reasoning_only_where_it_may(path, said, th
         _, prompt = prompt_of(with_tools(written), path, **said, **more)
         _, wishes = read_request(BODIES[path] | said | more, path, "demo", 4096, ())
         grammars = Reader(model, tokenizer, Written(0)).grammars(4096)
-        grammar = grammars.of(wishes.demand, prompt, True)
+        grammar = grammars.compiled(grammars.text(wishes.demand, prompt, True))
         answer = '{"a": true}' if "response_format" in more else '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
         for text, is_allowed in ((answer, True), (f"<think>so</think>{answer}", thinks)):
             keeps = Enforced(grammar.deep_copy(), 0)
@@ -309,7 +309,7 @@ def test_reasoning_that_the_prompt_has_begun_goes_on():
     _, prompt = prompt_of(with_tools("<think>\n"), **CHOICES[CHAT], reasoning_effort="none")
     _, wishes = read_request(BODIES[CHAT] | CHOICES[CHAT], CHAT, "demo", 4096, ())
     grammars = Reader(model, tokenizer, Written(0)).grammars(4096)
-    keeps = Enforced(grammars.of(wishes.demand, prompt, True), 0)
+    keeps = Enforced(grammars.compiled(grammars.text(wishes.demand, prompt, True)), 0)
     assert (prompt.marks.have_begun, prompt.thought) == (True, 0)
     keeps.follow(tokenizer('</think><tool_call>{"name": "f", "arguments": {}}</tool_call>').input_ids)
 

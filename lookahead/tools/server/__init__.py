@@ -5,6 +5,7 @@ arriving      requests while they arrive: how many, how large, for how long
 fields        what a request says: each field honoured, passed over, or refused by name
 reading       prompts, with the tokens that the model has written in earlier turns
 generations   answers that are decoded at the same time, and the call of ``model.generate``
+rehearsals    grammars that are compiled in a process first, which can be ended
 prefixes      caches that earlier requests have left
 answering     from tokens to pieces of text, stop strings, probabilities
 thinking      how long a model reasons

@@ -9,8 +9,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessor, PreTrainedTokenizerBase
 
 from lookahead.engine.recording import Recorder
-from lookahead.stats import Stats
-from lookahead.step import Step
+from lookahead.extending import Stats, Step
 from lookahead.streaming import CONTEXT, StopWhenAsked, TextPieces, without_half_character
 from lookahead.tools.server.parsing import TEXT, Call, Parser, Part, Trim
 from lookahead.tools.server.thinking import ReasoningTokens
@@ -312,7 +311,7 @@ class Probabilities(LogitsProcessor):
         if self._row is None or not last:
             return
         row, self._row = self._row, None
-        top_k = np.argsort(-row, kind="stable")[: self._count].tolist()
+        top_k = _top_k(row, self._count)
         token, *named = ((str(self._tokenizer.decode([one])), _finite(row[one])) for one in (last[0], *top_k))
         self._told.append(Likelihood(*token, named))
 
@@ -325,6 +324,14 @@ class Probabilities(LogitsProcessor):
         noted = zip(self._told[self._shown : count], self._offsets[self._shown : count], strict=True)
         self._shown = count
         return [replace(one, offset=offset) for one, offset in noted]
+
+
+def _top_k(row: np.ndarray, count: int) -> list[int]:
+    """Return the places of the ``count`` largest numbers, the largest first; of equals, the first. row: [n]."""
+    if not count:
+        return []
+    candidates = np.flatnonzero(row >= np.partition(row, -count)[-count])
+    return candidates[np.argsort(-row[candidates], kind="stable")[:count]].tolist()
 
 
 def _finite(logprob: float) -> float:

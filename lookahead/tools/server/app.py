@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager, suppress
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 import click
 import torch
@@ -27,7 +27,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lookahead.engine.engine import Lookahead
-from lookahead.models.adapter import context_length, vocabulary_of
+from lookahead.extending import context_length, vocabulary_of
 from lookahead.tools.chat import PLAIN_TEMPLATE
 from lookahead.tools.files import read_text
 from lookahead.tools.loading import decoding, load_wrapped
@@ -43,15 +43,20 @@ from lookahead.tools.server.fields import (
     RESPONSE,
     Asked,
     RefusedError,
+    Wishes,
     blamed,
     read_request,
 )
 from lookahead.tools.server.forms import Form, error_body
-from lookahead.tools.server.generations import STACK, Answer, BusyError, Generations, Worker
+from lookahead.tools.server.generations import Answer, BusyError, Generations, Worker
 from lookahead.tools.server.leaving import CHUNK, Leaving, size_of
 from lookahead.tools.server.metrics import Metrics, exposition
 from lookahead.tools.server.prefixes import Prefixes
 from lookahead.tools.server.reading import Prompt, Reader, Written
+from lookahead.tools.server.rehearsals import STACK, Rehearsals
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
 
 logger = logging.getLogger("lookahead.serve")
 
@@ -96,7 +101,9 @@ def serve(
     logger.addHandler(logging.StreamHandler())
     app = make_app(model, tokenizer, name, assistant, **of_app)
     http: Any = partial(Connection, Waiting())
-    server = uvicorn.Server(uvicorn.Config(app, http=http, access_log=False, timeout_graceful_shutdown=GRACE))
+    server = uvicorn.Server(
+        uvicorn.Config(app, http=http, access_log=False, timeout_graceful_shutdown=GRACE, timeout_keep_alive=PATIENCE)
+    )
     place = f"[{host}]" if ":" in host else host
     click.echo(f"running on http://{place}:{sockets[0].getsockname()[1]} (Ctrl-C to quit)", err=True)
     with suppress(KeyboardInterrupt):  # uvicorn passes it on when it has ended
@@ -124,7 +131,11 @@ def make_app(
     api_key: what each request must give, but for the page and /health; None: nothing.
     cors: origins whose pages may send requests; "*" for all.
     max_body: bytes of the largest body; by default, 16 for each token of the context, from 1 MiB to 8 MiB.
+
+    Raises ValueError for an empty key.
     """
+    if api_key == "":
+        raise ValueError("api_key is empty, which every request would give: leave it out, or give a key")
     server = Server(model, tokenizer, name, assistant, cache_mb, parallel, max_body)
     page = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
 
@@ -178,8 +189,9 @@ class Guarded:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in ("/", "/health"):
             headers = Request(scope).headers
-            given = headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ")
-            if not hmac.compare_digest(given.encode(), self._key):
+            scheme, _, token = headers.get("authorization", "").partition(" ")
+            given = headers.get("x-api-key") or (token if scheme.lower() == "bearer" else "")
+            if not hmac.compare_digest(given.encode("latin-1"), self._key):  # the bytes that were sent
                 says = "the key is missing or wrong: send it as Authorization: Bearer KEY, or as x-api-key: KEY"
                 await JSONResponse(_form_at(scope["path"]).error(says, 401), 401)(scope, receive, send)
                 return
@@ -212,6 +224,7 @@ class Server:
         self._engine, self._model, self._since = engine, model, int(time.time())
         self.reading, self.compiling = Worker(), Worker(STACK)
         """Threads that read requests, and that compile what some of them enforce."""
+        self.rehearsals = Rehearsals()
         self.leaving = Leaving()
         self.open: set[asyncio.Future] = set()
         """Requests under way."""
@@ -238,6 +251,15 @@ class Server:
 
         worker.calls.put(run)
         return await result
+
+    async def grammars(self, prompts: list[Prompt], wishes: Wishes) -> "list[LLMatcher]":
+        """Return the grammars of the answers to each prompt. Raises RefusedError."""
+        of = self.generations
+        texts = await self.by(self.reading, lambda: of.grammar_texts(prompts, wishes))
+        with blamed(wishes.demand.param):
+            for text in dict.fromkeys(texts):
+                await self.rehearsals.rehearse(text)
+        return await self.by(self.compiling, lambda: of.grammars(texts, wishes))
 
     def understand(self, body: bytearray, path: str) -> tuple[Asked, Any, list[Prompt]]:
         """Return what a request says, its wishes and its prompts. Raises RefusedError."""
@@ -353,11 +375,11 @@ class Exchange:
             await asyncio.wait({answering}, timeout=LAST_WORDS)
             raise
         finally:
-            for answer in self._answers:
-                self._server.generations.cancel(answer)
             gone.cancel()
             answering.cancel()
             await asyncio.wait({answering})
+            for answer in self._answers:
+                self._server.generations.cancel(answer)
             bodies.release(body)
             requests["running"] -= self._has_place
             self._has_place = False
@@ -384,9 +406,13 @@ class Exchange:
 
     async def _answer(self, body: Body) -> None:
         server = self._server
-        kind = Request(self._scope).headers.get("content-type", "").partition(";")[0].strip().lower()
+        headers = Request(self._scope).headers
+        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":  # browsers send others without asking the server
             await self._refuse("the body must be a JSON object, whose Content-Type is application/json", 400)
+            return
+        if (coding := headers.get("content-encoding", "identity").lower()) != "identity":
+            await self._refuse(f"the body must be sent as it is, without Content-Encoding; it is {coding:.80}", 415)
             return
         try:
             asked, wishes, prompts = await server.by(server.reading, lambda: server.understand(body.bytes, self._path))
@@ -398,10 +424,14 @@ class Exchange:
             self._unwritten = len(form.answers)
             send = partial(server.told.add, asyncio.get_running_loop(), self._take)
             with blamed(PROMPTS[self._path]):
-                of, grammars = server.generations, None
-                if wishes.demand:
-                    grammars = await server.by(server.compiling, lambda: of.grammars(prompts, wishes))
-                self._answers = await server.by(server.reading, lambda: of.begin(prompts, wishes, send, grammars))
+                grammars = await server.grammars(prompts, wishes) if wishes.demand else None
+                beginning = asyncio.ensure_future(
+                    server.by(server.reading, lambda: server.generations.begin(prompts, wishes, send, grammars))
+                )
+                try:
+                    await asyncio.shield(beginning)
+                finally:  # what has begun when the client goes is to end
+                    self._answers = await beginning
         except RefusedError as error:
             await self._refuse(str(error), 400, param=error.param)
         except BusyError as error:
@@ -418,7 +448,8 @@ class Exchange:
                 return
             self._note(piece)
             list(form.add(number, piece))
-        await self._whole(form.object())
+        # Long answers with probabilities take seconds.
+        await self._respond(await asyncio.to_thread(lambda: JSONResponse(form.object())))
 
     async def _stream(self, form: Form) -> None:
         """Answer with events."""
@@ -433,15 +464,23 @@ class Exchange:
                 continue
             while not self._pieces.empty():
                 found.append(self._pieces.get_nowait())
-            events: list[str] = []
-            for number, piece in found:
-                if isinstance(piece, Exception):
-                    await self._send_text("".join([*events, *form.fail(*_failure(piece))]), more=False)
-                    return
+            failed = next((piece for _, piece in found if isinstance(piece, Exception)), None)
+            pieces = [(number, piece) for number, piece in found if not isinstance(piece, Exception)]
+            for _, piece in pieces:
                 self._note(piece)
-                events += form.add(number, piece)
-            await self._send_text("".join(events))
-        await self._send_text("".join(form.end()), more=False)
+            write = partial(self._written, form, pieces, failed)
+            # What ends an answer may repeat all of it: with probabilities, that takes seconds.
+            ends = any(isinstance(piece, End) for _, piece in pieces)
+            await self._send_text(await asyncio.to_thread(write) if ends else write(), more=failed is None)
+            if failed is not None:
+                return
+        await self._send_text(await asyncio.to_thread(lambda: "".join(form.end())), more=False)
+
+    @staticmethod
+    def _written(form: Form, pieces: list[tuple[int, Piece]], failed: Exception | None) -> str:
+        """Return the events of pieces, and of an error behind them."""
+        events = [event for number, piece in pieces for event in form.add(number, piece)]
+        return "".join(events if failed is None else [*events, *form.fail(*_failure(failed))])
 
     def _note(self, piece: Piece) -> None:
         if isinstance(piece, Words) and not self._first_text:

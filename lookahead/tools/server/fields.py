@@ -149,7 +149,7 @@ def read_request(body: dict, path: str, model: str, vocabulary: int, reserved: C
             if name not in fields:
                 instead = INSTEAD.get((path, name)) or INSTEAD.get(name, LEAVE_OUT)
                 raise RefusedError(f"{name:.80} is not served: {instead}")
-            _check_characters(name, value)
+            _check_values(name, value)
             _check(name, value, fields[name])
     if body.get("model", model) != model:
         raise RefusedError(
@@ -312,8 +312,10 @@ def _each(name: str, given: list, read: Callable[[Any], Read]) -> list[Read]:
     return found
 
 
-def _check_characters(name: str, value: Any, levels: int = LEVELS) -> None:
-    """Raise RefusedError for what is nested too deeply, and for halves of characters, which no tokenizer takes."""
+def _check_values(name: str, value: Any, levels: int = LEVELS, place: str = "") -> None:
+    """Raise RefusedError for what is nested too deeply, for halves of characters, which no tokenizer takes, and for
+    NaN and Infinity, which Python reads and JSON does not have. place: how the value is called inside the field.
+    """
     if isinstance(value, str):
         try:
             value.encode()
@@ -322,13 +324,15 @@ def _check_characters(name: str, value: Any, levels: int = LEVELS) -> None:
                 f"{name:.80} has half of a surrogate pair, {value[error.start]!a}, at place {error.start}, which is no "
                 "character: send both halves, or leave it out"
             ) from error
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise RefusedError(f"{name:.80} must be free of NaN and infinite numbers; it has {place}{value}")
     elif isinstance(value, (list, dict)):
         if not levels:
             raise RefusedError(f"{name:.80} is nested too deeply: {LEVELS} levels are the most")
         for one in value:
-            _check_characters(name, one, levels - 1)
-        for one in value.values() if isinstance(value, dict) else ():
-            _check_characters(name, one, levels - 1)
+            _check_values(name, one, levels - 1)
+        for key, one in value.items() if isinstance(value, dict) else ():
+            _check_values(name, one, levels - 1, f"{key:.80} = ")
 
 
 def _number(value: Any) -> bool:
@@ -766,7 +770,7 @@ def _call(identity: Any, function: Any) -> dict:
         except (ValueError, RecursionError) as error:
             raise RefusedError(f"a tool call's arguments must be {ARGUMENTS}: {error}") from error
     _check("a tool call's arguments", arguments, (AN_OBJECT[0], ARGUMENTS))
-    _check_characters("a tool call's arguments", arguments)
+    _check_values("a tool call's arguments", arguments)
     call = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
     return call if identity is None else call | {"id": identity}
 

@@ -24,8 +24,7 @@ from transformers import (
 
 from lookahead.compat import CACHE
 from lookahead.engine.engine import Lookahead
-from lookahead.guessing.source import GuessSource
-from lookahead.models.adapter import context_length, vocabulary_of
+from lookahead.extending import GuessSource, context_length, vocabulary_of
 from lookahead.models.cache import CountedCache
 from lookahead.passes.fused import FusedRunner
 from lookahead.sequences import Sequences, seeded
@@ -43,7 +42,6 @@ if TYPE_CHECKING:
 
 MOST_WAITING = 64  # requests that wait for others to end; further ones are refused
 LENGTH = 1024  # tokens of an answer, if its request does not say
-STACK = 2**27  # bytes, of a thread that compiles grammars
 PORTION = 128  # tokens of a prompt that are read between two steps, at most
 
 
@@ -177,17 +175,17 @@ class Generations(Worker):
         """Decode ``wishes.answers`` to each prompt. Return them in order; ``send`` is told their pieces by number.
 
         Answers to one prompt follow from seeds that follow each other. ``send`` is called on another thread.
-        grammars: what `grammars` returns of the same prompts; None: it is asked.
-        Raises RefusedError if a prompt does not fit, or a demand cannot be enforced; BusyError.
+        grammars: what `grammars` returns of the same prompts, if anything is enforced.
+        Raises RefusedError if a prompt does not fit; BusyError.
         """
         context = context_length(self._model)
         for prompt in prompts:
             if not 0 < len(prompt.ids) < context:
                 raise too_long(len(prompt.ids), context)
-        grammars = self.grammars(prompts, wishes) if grammars is None else grammars
         if self.open >= self._most + MOST_WAITING:
             raise BusyError(f"{self.open} requests are being served: try again later")
         answers, group = list[Answer](), Group()
+        grammars = [None] * len(prompts) if grammars is None else grammars
         for prompt, grammar in zip(prompts, grammars, strict=True):
             for number in range(wishes.answers):
                 seed = None if wishes.seed is None else (wishes.seed + number) % 2**64
@@ -206,15 +204,19 @@ class Generations(Worker):
         with suppress(RefusedError):
             self._grammars.reads  # noqa: B018  (it is kept)
 
-    def grammars(self, prompts: Sequence[Prompt], wishes: Wishes) -> "list[LLMatcher | None]":
-        """Return the grammar of the answers to each prompt; None if any text will do. Only one thread may call this.
+    def grammar_texts(self, prompts: Sequence[Prompt], wishes: Wishes) -> list[str]:
+        """Return the grammar of the answers to each prompt, as it is to be compiled.
 
         Raises RefusedError if a demand cannot be enforced.
         """
-        if not wishes.demand:
-            return [None] * len(prompts)
         with blamed(wishes.demand.param):
-            return [self._grammars.of(wishes.demand, prompt, not wishes.one_call) for prompt in prompts]
+            return [self._grammars.text(wishes.demand, prompt, not wishes.one_call) for prompt in prompts]
+
+    def grammars(self, texts: Sequence[str], wishes: Wishes) -> "list[LLMatcher]":
+        """Compile what `grammar_texts` returns. Only one thread may call this. Raises RefusedError as well."""
+        with blamed(wishes.demand.param):
+            compiled = {text: self._grammars.compiled(text) for text in dict.fromkeys(texts)}
+        return [compiled[text] for text in texts]
 
     def _submit(
         self,

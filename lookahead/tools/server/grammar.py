@@ -15,7 +15,7 @@ from llguidance import LLMatcher, LLTokenizer
 from llguidance.hf import from_tokenizer
 from transformers import LogitsProcessor, PreTrainedTokenizerBase
 
-from lookahead.guessing.source import GuessSource, Limits
+from lookahead.extending import GuessSource, Limits
 from lookahead.tools.server.fields import Demand, RefusedError
 from lookahead.tools.server.reading import Prompt
 from ngram_pool import GuessTree
@@ -40,11 +40,8 @@ class Grammars:
     """Tokens that end an answer."""
     _reads: LLTokenizer | None = field(default=None, init=False)
 
-    def of(self, demand: Demand, prompt: Prompt, many: bool) -> LLMatcher:
-        """Return the compiled grammar of an answer, before any text. many: whether it may call several tools.
-
-        Other threads run meanwhile: a large schema takes seconds. The thread that calls this needs a stack of 3 KB
-        for each of `REACH`, or more.
+    def text(self, demand: Demand, prompt: Prompt, many: bool) -> str:
+        """Return the grammar of an answer, for `compiled`. many: whether it may call several tools.
 
         Raises RefusedError if the demand cannot be enforced.
         """
@@ -52,7 +49,7 @@ class Grammars:
         rules, bodies = [], []
         if demand.schema is not None:
             bodies.append("answer")
-            rules.append(f"answer: %json {_json(demand.schema)}")
+            rules.append(f"answer: %json {self._json(demand.schema)}")
         if demand.calls or (prompt.tools and "tool_calls" in fields):
             rules += self._calls(fields.get("tool_calls"), prompt.tools or [], demand.calls, many)
             bodies.append("calls")
@@ -61,8 +58,17 @@ class Grammars:
             thought = "thought " if marks.have_begun else f"({self._literal(marks.opens)} thought)? "
             rules.append(f"thought[suffix={json.dumps(marks.closes)}]: /(?s:.*)/")
         start = rf"start: {thought}/\n{{0,2}}/ ({' | '.join(bodies)})"
-        grammar = LLMatcher.grammar_from_lark("\n".join([start if thought else f"start: {' | '.join(bodies)}", *rules]))
-        compiled = LLMatcher(self.reads, grammar)
+        return LLMatcher.grammar_from_lark("\n".join([start if thought else f"start: {' | '.join(bodies)}", *rules]))
+
+    def compiled(self, text: str) -> LLMatcher:
+        """Return a grammar before any text.
+
+        Other threads run meanwhile: a large schema takes seconds. The thread that calls this needs a stack of 3 KB
+        for each of `REACH`, or more.
+
+        Raises RefusedError if it cannot be enforced.
+        """
+        compiled = LLMatcher(self.reads, text)
         if wrong := compiled.get_error():
             raise RefusedError(f"the schema cannot be enforced: {wrong}")
         return compiled
@@ -94,10 +100,13 @@ class Grammars:
             )
         schemas = [_schema_of(tool["function"]) for tool in tools if not names or tool["function"]["name"] in names]
         opens, closes = self._literal(how["open"]), self._literal(how["close"])
-        ways = [f"call_{number}: %json {_json(schema)}" for number, schema in enumerate(schemas)]
+        ways = [f"call_{number}: %json {self._json(schema)}" for number, schema in enumerate(schemas)]
         each = " | ".join(f"call_{number}" for number in range(len(ways)))
         more = r" (/\n?/ call)*" if many else ""
         return [f"calls: call{more}", rf"call: {opens} /\n?/ ({each}) /\n?/ {closes}", *ways]
+
+    def _json(self, schema: dict) -> str:
+        return _json(schema, self.tokenizer.all_special_tokens)
 
     def _literal(self, text: str) -> str:
         return text if text in self.tokenizer.all_special_tokens else json.dumps(text)
@@ -114,12 +123,17 @@ def _schema_of(function: dict) -> dict:
     }
 
 
-def _json(schema: dict) -> str:
-    """Raises RefusedError for a schema that may be too deep: to compile it would end the process."""
+def _json(schema: dict, special: Sequence[str]) -> str:
+    """Raises RefusedError for a schema that may be too deep: to compile it would end the process. And for one that
+    forces the text of a special token: llguidance would then force the token itself.
+    """
     references, levels, inside = set[str](), 0, [schema]
     while inside:
         levels += 1
         objects = [one for one in inside if isinstance(one, dict)]
+        fixed = json.dumps([[*one, one.get("const"), one.get("enum")] for one in objects], ensure_ascii=False)
+        if found := next((token for token in special if token in fixed), None):
+            raise RefusedError(f"the schema cannot be enforced: it has {found}, a special token, as a text")
         references |= {one["$ref"] for one in objects if isinstance(one.get("$ref"), str)}
         inside = [value for one in objects for value in one.values()] + [
             value for one in inside if isinstance(one, list) for value in one

@@ -190,6 +190,10 @@ def _is_call(value: Any) -> bool:
             arguments = json.loads(arguments)
         except (ValueError, RecursionError):
             return False
+    try:  # JSON has no NaN, and UTF-8 no half of a surrogate pair
+        json.dumps([function["name"], arguments], ensure_ascii=False, allow_nan=False).encode()
+    except ValueError:
+        return False
     return isinstance(arguments, dict)
 
 

@@ -118,7 +118,7 @@ class Response(Form):
 
     def _event(self, kind: str, **more: Any) -> str:
         self._number += 1
-        return event({"type": kind, "sequence_number": self._number - 1} | more)
+        return event({"type": kind, "sequence_number": self._number - 1} | more, kind)
 
     def _response(self, status: str) -> dict:
         response = {
