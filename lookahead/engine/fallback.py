@@ -112,6 +112,8 @@ def why_plain(
         parts = model.get_decoder().modules()  # others read images, which may see all of themselves
         if not seen.all() and any(getattr(part, "is_causal", True) is False for part in parts):
             return "with padding, in a model whose attention is told to see later tokens"  # it does so without a mask
+        if not seen.all() and adapter.has_state and generation.prefill_chunk_size:  # one column is read as text
+            return "with padding and prefill_chunk_size, in a model that keeps states"
     positions = model_kwargs.get("position_ids")
     # generate() makes a row of positions for each row of the mask, even if it drops the mask.
     if positions is not None and positions.ndim == 2 and len(positions) not in (1, len(ids)):

@@ -35,6 +35,7 @@ _OF_ALL = {
     "use_bidirectional_attention", "_attn_implementation_internal",
 }  # fmt: skip
 _FUNCTIONS = FunctionType, MethodType, BuiltinFunctionType, partial
+_SETTINGS = bool, int, float, str
 _MOST_ORIGINS = 64  # kept for later models of the same classes
 
 _origins: dict[frozenset[type], Origin] = {}
@@ -65,6 +66,7 @@ class State:
         self._filled = [d for d in self._dictionaries if d]
         self._values = list(chain.from_iterable(map(dict.values, self._filled)))
         self._own = _identities(model)
+        self._lists = [(value, value.copy()) for value in self._values if _is_list_of_settings(value)]
         self._tensors = [d for *_, tensors in found for d in tensors]  # not the tensors, which would be kept alive
         self._kinds = _kinds(self._tensors)
         self._configs = list(
@@ -119,6 +121,7 @@ class State:
             sum(map(len, self._dictionaries)) == len(self._values)
             and all(map(is_, values, self._values))
             and _identities(model) == self._own
+            and all(value == before for value, before in self._lists)
             and all(map(is_, map(type, self._modules), self._classes[1:]))
             and type(model) is self._classes[0]
             and _kinds(self._tensors) == self._kinds
@@ -249,8 +252,14 @@ def _attributes(module: nn.Module, changing: set[str]) -> dict[str, Any]:
     return {
         name: value
         for name, value in vars(module).items()
-        if isinstance(value, (bool, int, float, str, tuple)) and not (name in changing or name.endswith("_cached"))
+        if (isinstance(value, (*_SETTINGS, tuple)) or _is_list_of_settings(value))
+        and not (name in changing or name.endswith("_cached"))
     }
+
+
+def _is_list_of_settings(value: Any) -> bool:
+    """Whether it is such a list as a configuration file gives, which may be written to in place."""
+    return type(value) is list and all(isinstance(item, _SETTINGS) for item in value)
 
 
 def _quantization(tensor: torch.Tensor) -> str:

@@ -310,6 +310,40 @@ def test_batches(model_type, fused, pads, paths, commits):
         assert commits.called == fused
 
 
+@pytest.mark.parametrize(("model_type", "fused"), [way for way in WAYS if way[0] in MAMBA2])
+def test_limits_of_time_steps(model_type, fused):
+    """In lists, as files give them; others later, also in the same lists. Passes over single tokens have none."""
+    rng = random.Random(model_type)
+    model = random_model(tiny_config(model_type))
+    plain = copy.deepcopy(model)
+    lookahead.wrap(model, in_one_call(fused))
+    mixers = [[m for m in one.modules() if hasattr(m, "time_step_limit")] for one in (model, plain)]
+    for _ in range(6):
+        limits, in_place = rng.choice([[0.0, float("inf")], [0.3, 0.5], [0.0, 0.1]]), rng.random() < 0.5
+        for mixer in (*mixers[0], *mixers[1]):
+            if in_place and isinstance(mixer.time_step_limit, list):
+                mixer.time_step_limit[:] = limits
+            else:
+                mixer.time_step_limit = list(limits)
+        prompt = prompt_of(rng)
+        found, expected = (one.generate(prompt, **GREEDY).tolist() for one in (model, plain))
+        assert found == expected, (limits, in_place, prompt)
+        assert model.lookahead.last.plain == ""
+
+
+def test_padding_that_is_read_in_portions():
+    """In a portion of one column, transformers hides nothing from the states, and has no limits of time steps."""
+    rng, left_to_the_model = random.Random(5), 0
+    model = random_model(tiny_config("granitemoehybrid"))
+    for _ in range(12):
+        portion = rng.choice([1, 2, 3, 8])
+        prompts = [prompt_of(rng)[:, :1], prompt_of(rng)[:, : rng.randint(1, 3 * portion)]]
+        options = GREEDY | {"prefill_chunk_size": portion}
+        stats = check_identical(model, prompts, options, LookaheadConfig(pool_memory_mb=0.1), 0)
+        left_to_the_model += "prefill_chunk_size" in stats.plain
+    assert left_to_the_model
+
+
 @pytest.mark.parametrize(("model_type", "fused"), [way for way in WAYS if way[0] not in KEEPS_NO_POSITIONS])
 def test_second_turns(model_type, fused, paths):
     """On a cache that plain decoding has filled, on one that lookahead has, and back."""

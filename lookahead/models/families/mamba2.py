@@ -62,8 +62,8 @@ class Bamba(Llama):
     @property
     def reads_prompts(self) -> bool:
         """The time steps of a prompt may be limited. Those of single tokens are not."""
-        limits = {getattr(module, "time_step_limit", None) for module in self.inner.modules()}
-        return limits <= {None, (0.0, float("inf"))}
+        limits = (getattr(module, "time_step_limit", None) for module in self.inner.modules())
+        return all(limit is None or tuple(limit) == (0.0, float("inf")) for limit in limits)  # files give lists
 
     def windows(self) -> list[int | None]:
         return [None if kind in ("full_attention", "hybrid") else 0 for kind in self.inner.config.layer_types]
