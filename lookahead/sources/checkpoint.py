@@ -86,6 +86,13 @@ def projection_of(model: PreTrainedModel) -> nn.Linear:
     return projection  # type: ignore[return-value]  # a linear layer, or what stands for one
 
 
+def depth_of(model: PreTrainedModel) -> int:
+    """How many layers a model has: its last hidden state has this number. A configuration may count parts of them."""
+    count: int = model.config.get_text_config(decoder=True).num_hidden_layers
+    layers = getattr(model.get_decoder(), "layers", None)
+    return count if layers is None else min(count, len(layers))
+
+
 def _files_in(folder: Path) -> list[str]:
     """Names of the files that hold the tensors."""
     for index in INDICES:

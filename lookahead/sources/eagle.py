@@ -39,7 +39,7 @@ from lookahead.extending import (
     top_k,
     vocabulary_of,
 )
-from lookahead.sources.checkpoint import Checkpoint, projection_of
+from lookahead.sources.checkpoint import Checkpoint, depth_of, projection_of
 from lookahead.sources.draft import MAX_ROWS, MIN_TOKENS, TOP_K, Draft, Sharpness
 from ngram_pool import GuessTree
 
@@ -126,7 +126,7 @@ class _Head:
         self._rotary = LlamaRotaryEmbedding(config).to(self.device)
         layer = "midlayer." if "midlayer.self_attn.q_proj.weight" in file else "layers.0."
         self._is_third = layer + "hidden_norm.weight" in file
-        count = model.config.get_text_config(decoder=True).num_hidden_layers
+        count = depth_of(model)
         self.layers = _layers_read(settings, count) if self._is_third else (count,)
         if not self._is_third and self._hidden != self._width:
             raise ValueError(
@@ -201,7 +201,7 @@ class _Head:
         self, text: Text, start: int, tokens: list[int], features: torch.Tensor, positions: torch.Tensor,
         sees: torch.Tensor, depths: list[int],
     ) -> torch.Tensor:  # fmt: skip
-        """Compute pairs into the places of the cache from ``begin`` on, and return the next features, [n, hidden].
+        """Compute pairs into the places of the cache from ``start`` on, and return the next features, [n, hidden].
 
         sees: bool [n, start + n], which places of the cache each pair sees. depths: of the tokens below the root, 0 in
         the text: an EAGLE head computes all of them alike.

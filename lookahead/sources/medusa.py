@@ -13,7 +13,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from lookahead.extending import Batch, Guesser, GuessSource, Limits, Needs, Outcome, draws_at, gemm, top_k
-from lookahead.sources.checkpoint import Checkpoint, projection_of
+from lookahead.sources.checkpoint import Checkpoint, depth_of, projection_of
 from ngram_pool import GuessTree
 
 TOP_K = 8  # guesses of each head
@@ -60,7 +60,7 @@ class MedusaSource(GuessSource):
         head = projection_of(model)
         vocabulary, hidden = head.weight.shape
         checkpoint = Checkpoint.load(path, head.weight.device, head.weight.dtype)
-        layers = model.config.get_text_config(decoder=True).num_hidden_layers
+        layers = depth_of(model)
         self.needs = Needs(hidden_states=(layers,))  # the last layer's output behind the final norm
         for prefix in ("medusa_heads.", "medusa_head."):
             checkpoint.tensors = {name.removeprefix(prefix): each for name, each in checkpoint.tensors.items()}

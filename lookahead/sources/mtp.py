@@ -18,7 +18,7 @@ import torch
 from transformers import PreTrainedModel
 
 from lookahead.extending import InPlaceLayer, LookaheadCache, copy_of_cache, mtp_logits, mtp_model, run_mtp_layer
-from lookahead.sources.checkpoint import projection_of
+from lookahead.sources.checkpoint import depth_of, projection_of
 from lookahead.sources.eagle import EagleSource, Text
 
 
@@ -56,7 +56,22 @@ class _Layers:
         if unknown := set(kinds) - {"full_attention", "sliding_attention"}:
             raise ValueError(f"multi-token-prediction layers of {', '.join(sorted(unknown))} are not computed here")
         self._kinds, self._window = kinds, getattr(config, "sliding_window", None) or 0
-        self.layers = (model.config.get_text_config(decoder=True).num_hidden_layers,)
+        self.layers = (depth_of(model),)
+        try:
+            self._try()
+        except Exception as error:  # layers may raise anything if they need more than they are given
+            raise ValueError(
+                f"multi-token-prediction layers of {type(model).__name__} are not computed here: {error!r}"
+            ) from error
+
+    @torch.inference_mode()
+    def _try(self) -> None:
+        """Compute two tokens of a text, and a guess."""
+        text, positions = self.new_text(), torch.arange(1, 4, device=self.device)
+        sees = torch.ones(3, 3, dtype=torch.bool, device=self.device).tril()
+        features = torch.zeros(2, self._model.config.hidden_size, dtype=self._model.dtype, device=self.device)
+        states = self.compute(text, 0, [0, 0], features, positions[:2], sees[:2, :2], [0, 0])
+        self.logits(self.compute(text, 2, [0], states[1:], positions[2:], sees[2:], [1]), [1])
 
     def new_text(self) -> Text:
         layers = [InPlaceLayer() for _ in self._model.layers]
@@ -70,7 +85,7 @@ class _Layers:
         self, text: Text, start: int, tokens: list[int], features: torch.Tensor, positions: torch.Tensor,
         sees: torch.Tensor, depths: list[int],
     ) -> torch.Tensor:  # fmt: skip
-        """Compute tokens into the places of the cache from ``begin`` on, and return their S.
+        """Compute tokens into the places of the cache from ``start`` on, and return their S.
 
         features: of the tokens before: of those of the text, the model's last states, [n, hidden]; of guesses, the S of
         their parents. sees: bool [n, start + n], which places each token sees. depths: of the tokens below the root, 0

@@ -15,14 +15,22 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from test_heads import GREEDY, IDS, check_trees, spied
 from test_lossless import check_identical, check_sources, left_pad, random_cases
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3_5Config, Qwen3_5ForConditionalGeneration
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
+)
 from transformers.modeling_layers import MtpModel
 from zoo import GROUPED, HEAD, LATENT, VOCABULARY, tiny_model
 
 import lookahead
+from bench.tiny_models import random_model, tiny_config
 from lookahead import DEMO_MODEL, LookaheadConfig, MtpSource, PoolSource
 from lookahead.compat.mtp import _WithMtp, run_mtp_layer
 from lookahead.guessing.combine import Ledger
+from lookahead.sources.checkpoint import depth_of
 from lookahead.tools.cli import main
 
 DELTA = {
@@ -379,6 +387,25 @@ def test_a_checkpoint_without_such_layers_is_refused(tmp_path):
         MtpSource(model, tmp_path)
     with pytest.raises(ValueError, match="holds no multi-token-prediction layers"):
         MtpSource(model)
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v32", "qwen4_exp_text", "longcat_flash"])
+def test_layers_that_need_more_than_they_are_given_are_refused(tmp_path, kind):
+    """A cache of indices, several streams, two layers of a cache each: not in the middle of a text."""
+    if kind not in CONFIG_MAPPING:
+        pytest.skip("this transformers has no such model")
+    model = random_model(tiny_config(kind))
+    write(tmp_path, model, new_layers(model), kind)
+    with pytest.raises(ValueError, match=r"layers of .* are not computed here"):
+        MtpSource(model, tmp_path)
+
+
+def test_the_depth_of_a_model_is_the_number_of_its_last_hidden_state():
+    """LongCat-Flash counts halves of its layers."""
+    for kind in ("llama", "gpt2", "longcat_flash", "qwen3_next", "hrm_text"):
+        if kind in CONFIG_MAPPING:
+            model = random_model(tiny_config(kind))
+            assert depth_of(model) == len(model(IDS, output_hidden_states=True).hidden_states) - 1, kind
 
 
 def test_the_commands(tmp_path):
