@@ -1,7 +1,8 @@
 """Compare trees with chains in models whose layers keep a state: tokens a step, and what passes of several rows cost.
 
 Small random models write the same texts in both ways. Larger ones, of the shapes of published models, are timed alone.
-Passes are the model's own code, by chains and by trees; a chain that is not accepted whole restores its states.
+Passes are one call each, of weights as they are, or the model's own code, by trees and by chains. A chain that is not
+accepted whole restores its states; that is not in these times.
 
     python scripts/compare_trees.py --out OUT
 """
@@ -29,7 +30,10 @@ from lookahead.passes.environment import environment
 from lookahead.passes.measuring import time_passes
 from lookahead.passes.runner import EagerRunner
 
-FAMILIES = "lfm2", "qwen3_5_text", "olmo_hybrid", "kimi_linear", "mamba2", "granitemoehybrid", "falcon_h1", "nemotron_h"
+FAMILIES = (
+    *("lfm2", "lfm2_moe", "lfm3", "qwen3_5_text", "qwen3_next", "olmo_hybrid", "lara_mini", "kimi_linear"),
+    *("bailing_hybrid", "mamba2", "bamba", "granitemoehybrid", "falcon_h1", "nemotron_h", "zamba2"),
+)
 PROMPT = [17, 5, 42, 29, 8, 33, 11, 17, 5, 42, 29, 8, 33, 50, 23, 17, 5, 42]
 TEXTS = {"greedy": {"do_sample": False}, "sampled": {"do_sample": True, "temperature": 0.5, "top_k": 0}}
 ROWS = 1, 8, 16
@@ -111,7 +115,11 @@ def time_rows(model: PreTrainedModel, name: str, seconds: float) -> dict:
     with chains_alone(model):
         chains = EagerRunner(model, capabilities.find_adapter(model))
     assert not chains.adapter.can_branch
-    for way, runner in ("tree", EagerRunner(model, capabilities.find_adapter(model))), ("chain", chains):
+    adapter = capabilities.find_adapter(model)
+    fused = capabilities.fused_runner(model, adapter)
+    if isinstance(fused, str):
+        raise click.ClickException(f"{name} has no passes of one call: {fused}")
+    for way, runner in ("one call", fused), ("tree", EagerRunner(model, adapter)), ("chain", chains):
         times = time_passes(runner, [(rows, 0) for rows in ROWS], seconds)
         row |= {f"{way}, {rows}": times[rows, 0] * 1e3 for rows in ROWS}
     return row
