@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from lookahead.sources.retrieval import RetrievalSource as RetrievalSource
     from lookahead.stats import Stats as Stats
     from lookahead.streaming import stream as stream
+    from lookahead.tools.gguf import load_gguf as load_gguf
     from lookahead.tools.trace import Trace as Trace
     from lookahead.tools.trace import trace as trace
     from lookahead.vocabulary import vocabulary_fingerprint as vocabulary_fingerprint
@@ -61,6 +62,7 @@ _HOMES = {
     "Trace": "lookahead.tools.trace",
     "UnsupportedModelError": "lookahead.models.adapter",
     "decode": "lookahead.engine.custom",
+    "load_gguf": "lookahead.tools.gguf",
     "stream": "lookahead.streaming",
     "trace": "lookahead.tools.trace",
     "unwrap": "lookahead.wrapping",

@@ -87,3 +87,16 @@ def serves(input: torch.Tensor, linear: Linear) -> bool:
         and linear.is_served(input.dtype)
         and not torch.is_autocast_enabled("cpu")
     )
+
+
+def serves_blocks(input: torch.Tensor, linear: Linear) -> bool:
+    """Whether `multiply` takes this input of a layer in blocks of GGUF, of as many rows as there are."""
+    return (
+        type(input) is torch.Tensor
+        and input.is_cpu
+        and input.numel() > 0
+        and input.shape[-1] == linear.inputs
+        and linear.is_served(input.dtype)
+        and not (torch.is_grad_enabled() and input.requires_grad)
+        and not torch.is_autocast_enabled("cpu")
+    )

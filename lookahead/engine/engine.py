@@ -73,6 +73,8 @@ class Lookahead:
     """How the last call ran its steps."""
     copied_bytes: int = 0
     """Bytes of the weights' copy in fewer bits (`pack_weights`), as the last call found it."""
+    bytes_in_blocks: int = 0
+    """Bytes of the weights that are read from the blocks of a GGUF file, as the last call found them."""
     lock: Lock = field(default_factory=Lock, repr=False)
     """Guards what several threads write to here."""
     _running: int = 0  # number of calls under way
@@ -177,7 +179,8 @@ class Lookahead:
                 self.graphs = self.graphs or StepGraphs(model)
             runner = GraphRunner(self.graphs, runner)
         # The runner itself is not kept: it holds the model, which holds this.
-        self.adapter, self.passes, self.copied_bytes = runner.adapter, runner.name, packed_of(model).copied_bytes
+        self.adapter, self.passes, packed = runner.adapter, runner.name, packed_of(model)
+        self.copied_bytes, self.bytes_in_blocks = packed.copied_bytes, packed.bytes_in_blocks
         return runner
 
     @property

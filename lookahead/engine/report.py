@@ -26,6 +26,8 @@ def report(engine: Lookahead) -> str:
         f"sources: {', '.join(_described(engine, i) for i in range(len(engine.ledger.trials)))}",
         *engine.stats.by_source(),
     ]
+    if engine.bytes_in_blocks:
+        lines.append(f"weights: {engine.bytes_in_blocks / 1e6:.1f} MB read from the blocks of a GGUF file")
     if engine.copied_bytes:
         lines.append(f"weights: read from a copy of {engine.copied_bytes / 1e6:.1f} MB")
     reasons = list(adapter.given_up)

@@ -98,6 +98,8 @@ class PackedModel:
     def __init__(self) -> None:
         self.turn = threading.RLock()
         """What a thread holds during a pass: two passes at once would take each other's cores."""
+        self.bytes_in_blocks = 0
+        """Bytes of the weights that are read from the blocks of a GGUF file, where they are."""
         self._copies: dict[int, Linear] = {}
         self._waiting: ReadyProgram | None = None
         self._in_use: ref[ReadyProgram] | None = None  # calls under way hold it

@@ -7,6 +7,7 @@ import torch
 # row to another expert.)
 _HALF_PRECISION = {torch.bfloat16: 8e-2, torch.float16: 2e-2}
 _FULL_PRECISION = 1e-5
+AT_ONCE = 8  # rows that are compared at a time: in float64, they may need more memory than a small model
 
 
 def is_half(dtype: torch.dtype) -> bool:
@@ -20,6 +21,11 @@ def tolerance(dtype: torch.dtype, noise: float = 0.0) -> float:
 
 def row_errors(logits: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
     """Return the distance of each row [rows, vocabulary] from its reference, relative to the reference's spread."""
+    parts = zip(logits.split(AT_ONCE), reference.split(AT_ONCE), strict=True)
+    return torch.cat([_row_errors(*part) for part in parts])
+
+
+def _row_errors(logits: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
     logits, reference = logits.double(), reference.double().to(logits.device)
     spread = (reference - reference.mean(-1, keepdim=True)).norm(dim=-1)
     return (logits - reference).norm(dim=-1) / spread

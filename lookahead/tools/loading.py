@@ -30,7 +30,7 @@ def load(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a model, in eval mode, and its tokenizer.
 
-    name: folder, GGUF file or hub name; None: the packaged model.
+    name: folder, GGUF file or hub name; None: the packaged model. On a CPU, in float32, `load_gguf` loads a file.
     dtype: name of a torch dtype; auto: float32 on the CPU, the checkpoint's dtype elsewhere.
     device: name of a torch device; auto: a GPU if there is one.
     Raises ClickException if they cannot be loaded.
@@ -43,7 +43,12 @@ def load(
         if dtype == "auto" and torch.device(device).type == "cpu":
             dtype = "float32"
         tokenizer = AutoTokenizer.from_pretrained(place, **file)
-        model = AutoModelForCausalLM.from_pretrained(place, dtype=dtype, **file)
+        if file and (dtype, torch.device(device).type) == ("float32", "cpu"):
+            from lookahead.tools.gguf import load_gguf  # other models need it not
+
+            model = load_gguf(Path(place) / file["gguf_file"])
+        else:
+            model = AutoModelForCausalLM.from_pretrained(place, dtype=dtype, **file)
         if file:  # the name in the file is often that of a checkpoint in training
             model.config.name_or_path = file["gguf_file"]
         model = model.to(device).eval()  # type: ignore[arg-type]  # a decorator hides that it is a method
@@ -156,7 +161,10 @@ def _loading(name: str | None, what: str) -> Iterator[tuple[str, dict[str, str]]
         if path.suffix != ".gguf":
             yield place, {}
         elif is_gguf_available() and is_accelerate_available():
-            yield str(path.parent), {"gguf_file": path.name}
+            from lookahead.compat.gguf import metadata_read_once  # other models need it not
+
+            with metadata_read_once():
+                yield str(path.parent), {"gguf_file": path.name}
         else:
             raise ImportError("transformers reads GGUF files by gguf and accelerate: pip install gguf accelerate")
     except Exception as error:  # its class depends on the hub's client, the format and the device

@@ -12,9 +12,11 @@ import pytest
 import torch
 import unpack_gguf
 from click.testing import CliRunner
+from transformers import AutoModelForCausalLM
 from zoo import tiny_model
 
 from lookahead import DEMO_MODEL
+from lookahead.cpu.gguf import BlocksLinear
 from lookahead.tools import commands, loading
 from lookahead.tools.cli import main
 from lookahead.tools.files import read_text
@@ -40,8 +42,11 @@ def test_generate_prints_the_models_own_text():
     assert run(PROMPT, "--max-new-tokens", "40", "--no-stream").stdout == result.stdout
 
 
-def as_gguf(path):
-    """Write the packaged model to a GGUF file, as llama.cpp keeps a Llama: in its names, heads' halves interleaved."""
+def as_gguf(path, kind=gguf.GGMLQuantizationType.F32):
+    """Write the packaged model to a GGUF file, as llama.cpp keeps a Llama: in its names, heads' halves interleaved.
+
+    kind: of its matrices.
+    """
     model, words = load(None)[0], json.loads((DEMO_MODEL / "tokenizer.json").read_text())["model"]
     config, writer = model.config, gguf.GGUFWriter(path, "llama")
     writer.add_block_count(config.num_hidden_layers)
@@ -62,7 +67,9 @@ def as_gguf(path):
         if name.endswith(("q_proj.weight", "k_proj.weight")):
             weight = weight.view(-1, 2, config.head_dim // 2, config.hidden_size).transpose(1, 2).flatten(0, 2)
         if name != "lm_head.weight":  # it is the embedding
-            writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), weight.contiguous().numpy())
+            its = kind if weight.ndim == 2 else gguf.GGMLQuantizationType.F32
+            numbers = gguf.quantize(weight.contiguous().numpy(), its)
+            writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), numbers, raw_dtype=its)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -80,6 +87,22 @@ def test_a_gguf_file(tmp_path, monkeypatch):
     assert "cannot load the model on cpu" in run(PROMPT, "--model", str(tmp_path / "other.gguf")).stderr
     monkeypatch.setattr(loading, "is_gguf_available", lambda: False)
     assert "pip install gguf" in run(PROMPT, "--model", str(file)).stderr
+
+
+@pytest.mark.parametrize("options", [(), ("--do-sample", "--seed", "5")])
+def test_commands_leave_weights_in_the_blocks_of_a_file(tmp_path, options):
+    """The text is that of the model that transformers unpacks."""
+    file = tmp_path / "tiny.gguf"
+    as_gguf(file, gguf.GGMLQuantizationType.Q8_0)
+    result = run(PROMPT, "--max-new-tokens", "40", "--model", str(file), *options)
+    assert result.exit_code == 0, result.output
+    model, tokenizer = load(str(file))
+    assert type(model.lm_head) is BlocksLinear
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=file.name, dtype=torch.float32)
+    ids = tokenizer(PROMPT, return_tensors="pt").input_ids
+    torch.manual_seed(5)
+    written = plain.generate(ids, max_new_tokens=40, do_sample=bool(options))[0, ids.shape[1] :]
+    assert result.stdout == tokenizer.decode(written, skip_special_tokens=True) + "\n"
 
 
 def test_a_gguf_file_as_a_folder(tmp_path):

@@ -90,8 +90,7 @@ class MiniCPM3(DeepseekV3):
     rotary_separates = False
 
     def embedding(self, inner: Any) -> Value:
-        module = inner.embed_tokens
-        return self.embed(module, float(module.embed_scale.to(module.weight.dtype)), "ScaledWordEmbedding")
+        return self.embed_scaled(inner.embed_tokens, "ScaledWordEmbedding")
 
     def layer(self, x: Value, layer: Any, name: str) -> Value:
         factor = float(layer.residual_scale)

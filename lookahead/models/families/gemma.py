@@ -12,9 +12,7 @@ class Gemma(Llama):
     norms_round_once = True
 
     def embedding(self, inner: Any) -> Value:
-        module = inner.embed_tokens
-        factor = float(module.embed_scale.to(module.weight.dtype))  # it is rounded, too
-        return self.embed(module, factor, "TextScaledWordEmbedding")
+        return self.embed_scaled(inner.embed_tokens, "TextScaledWordEmbedding")
 
 
 class Gemma2(Gemma):

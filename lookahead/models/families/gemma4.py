@@ -59,8 +59,7 @@ class Gemma4(Gemma4Unified):
     def embedding(self, inner: Any) -> Value:
         x, self._of_layers = super().embedding(inner), None
         if size := inner.hidden_size_per_layer_input:
-            table = inner.embed_tokens_per_layer
-            of_tokens = self.embed(table, float(table.embed_scale.to(table.weight.dtype)), "TextScaledWordEmbedding")
+            of_tokens = self.embed_scaled(inner.embed_tokens_per_layer, "TextScaledWordEmbedding")
             projected = self.product(x, inner.per_layer_model_projection)
             projected = self.scale(projected, float(inner.per_layer_model_projection_scale))
             projected = self.norm_heads(projected, inner.per_layer_projection_norm, size)

@@ -14,6 +14,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lookahead.compat import gguf_class, gguf_name, global_hooks_of_users, has_own_call, registered_experts
 from lookahead.cpu import operations as op
+from lookahead.cpu.gguf import BlocksEmbedding, BlocksLinear
 from lookahead.cpu.operations import Value
 from lookahead.cpu.products import DecodingLinear, Format, Linear
 from lookahead.cpu.program import Program
@@ -144,6 +145,8 @@ class Page:
         """Return the tensors of a linear layer."""
         if type(module) is Conv1D:
             return Linear(self._check(module).weight.detach().T, None, module.bias)
+        if type(module) is BlocksLinear:
+            return Linear(self._check(module).weight, None, module.bias, blocks=module.form)
         if type(module) is gguf_class("GgufLinear"):
             if module.input_permutation is not None:
                 raise UnknownModelError("the inputs of a layer in blocks of GGUF are permuted")
@@ -180,6 +183,10 @@ class Page:
         """suffix: of the family's own class, if it has one. positions: an embedding of these, or a module whose table
         is called ``weights``. It may have an ``offset`` that is added to them.
         """
+        if type(module) is BlocksEmbedding and positions is None:
+            weight = self._check(module).weight
+            width = Linear(weight, blocks=module.form).inputs
+            return self._add(op.Embed(Value(width), weight, factor, format=module.form))
         if type(module) is gguf_class("GgufEmbedding") and not suffix and positions is None:
             width, form = self._check(module).embedding_dim, self._blocks(module.ggml_type)
             return self._add(op.Embed(Value(width), module.weight, factor, format=form))
@@ -191,6 +198,11 @@ class Page:
         if isinstance(positions, nn.Embedding):
             table = positions.weight
         return self._add(op.Embed(Value(embedding.weight.shape[-1]), embedding.weight, factor, table, offset))
+
+    def embed_scaled(self, module: Any, suffix: str) -> Value:
+        """By a class that multiplies what it reads with a factor, which is rounded as its numbers are."""
+        dtype = torch.float32 if type(module) is BlocksEmbedding else module.weight.dtype
+        return self.embed(module, float(module.embed_scale.to(dtype)), suffix)
 
     def norm(self, x: Value, module: Any) -> Value:
         return self._norm(x, module, x.width, of_heads=False)

@@ -1,0 +1,179 @@
+"""Loads GGUF files, with the weights left in their blocks."""
+
+import math
+import mmap
+import os
+import struct
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from lookahead.compat.gguf import Conversion, config_of, has_conversions
+from lookahead.cpu import native
+from lookahead.cpu.executor import serves
+from lookahead.cpu.gguf import BlocksEmbedding, BlocksLinear
+from lookahead.cpu.products import Format
+from lookahead.models.families import UnknownModelError, page_of
+
+_VERSIONS = 2, 3
+_ALIGNMENT = 32  # of tensors, if the file says no other
+_NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_TEXT, _ARRAY = 8, 9  # types of metadata that have no fixed size
+
+
+def load_gguf(path: str | os.PathLike) -> PreTrainedModel:
+    """Load the model of a GGUF file on the CPU, in float32 and in eval mode, with its weights left in their blocks.
+
+    The file is mapped, not read, so it must stay as it is while the model is used. Its numbers are those that
+    ``AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32)`` unpacks. Tensors that our
+    kernels cannot read, and those that are more than reordered on their way to the model, are unpacked. So is the whole
+    model if blocks would keep its passes from being one call: without our C++, in a family without a page, and where
+    transformers converts a file by rules of its own (Qwen3.5 and LFM2 from 5.24 on).
+
+    Raises ImportError without gguf and accelerate, OSError and ValueError for a file that cannot be read.
+    """
+    path = Path(path)
+    file = _File(path)
+    if native.why_missing() is None and not has_conversions(file.architecture):
+        with suppress(UnknownModelError):
+            model = _in_blocks(file, path)
+            if serves(page_of(model).program()):
+                return model
+    return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+
+
+def _in_blocks(file: "_File", path: Path) -> PreTrainedModel:
+    """The model of a file, with the weights in blocks that can be kept so.
+
+    Raises UnknownModelError if tensors are missing, or have other shapes than the model: transformers warns of that.
+    """
+    from accelerate import init_empty_weights
+
+    config = config_of(str(path))
+    with init_empty_weights():
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.float32)
+    conversion = Conversion(model, file.architecture, config)
+    mapped = torch.from_file(str(path), size=path.stat().st_size, dtype=torch.uint8)
+    numbers: dict[str, torch.Tensor] = {}
+    for name, tensor in file.tensors.items():
+        blocks = file.blocks(mapped, tensor)
+        if not _keep(model, conversion, name, blocks, tensor):
+            parameter, values = conversion.convert(name, dequantize(blocks.numpy(), tensor.kind), numbers)
+            if parameter is not None:
+                numbers[parameter] = torch.from_numpy(np.array(values, np.float32))
+    try:
+        model.load_state_dict(numbers, strict=False, assign=True)
+    except RuntimeError as error:
+        raise UnknownModelError(str(error)) from error
+    model.tie_weights()
+    table, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if config["tie_word_embeddings"] and isinstance(table, BlocksEmbedding):
+        model.set_output_embeddings(BlocksLinear(table.weight, table.form, head.bias))
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise UnknownModelError(f"{path} lacks tensors")
+    return model.eval()
+
+
+def _keep(model: nn.Module, conversion: Conversion, name: str, blocks: torch.Tensor, tensor: "_Tensor") -> bool:
+    """Put a module that keeps these blocks into the place of the one whose weight they are, if that can be."""
+    kind = tensor.kind
+    place, _, weight = (conversion.name_of(name) or "").rpartition(".")
+    if kind.name not in Format.__members__ or blocks.ndim != 2 or weight != "weight":
+        return False
+    module: Any = model.get_submodule(place)
+    form = Format[kind.name]
+    is_table = isinstance(module, nn.Embedding) and module.max_norm is None
+    is_scaled = is_table and type(module).__name__.endswith("ScaledWordEmbedding")
+    is_known = type(module) in (nn.Linear, nn.Embedding) or is_scaled
+    if not is_known or module.weight.shape != tensor.shape:
+        return False
+    if (order := conversion.order_of_rows(name, len(blocks))) is None:
+        return False
+    if (order[1:] < order[:-1]).any():  # else the rows are those of the file, and stay there
+        blocks = blocks[order]
+    kept = nn.Parameter(blocks, requires_grad=False)
+    scale = torch.as_tensor(module.embed_scale) if is_scaled else None
+    model.set_submodule(
+        place, BlocksEmbedding(kept, form, scale) if is_table else BlocksLinear(kept, form, module.bias)
+    )
+    return True
+
+
+class _Tensor(NamedTuple):
+    shape: tuple[int, ...]
+    """As torch has it."""
+    kind: GGMLQuantizationType
+    offset: int
+    """From where the first tensor begins."""
+
+
+class _File:
+    """What a GGUF file says of its tensors (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md)."""
+
+    def __init__(self, path: Path):
+        """Raises ValueError if it cannot be read."""
+        self.tensors: dict[str, _Tensor] = {}
+        self._at = 0
+        metadata: dict[str, Any] = {}
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as self._bytes:
+            try:
+                magic, version, tensors, entries = self._next("4sIQQ")
+                if magic != b"GGUF" or version not in _VERSIONS:
+                    raise ValueError(f"{path} is no GGUF file of version 2 or 3")
+                for _ in range(entries):
+                    name = self._text()
+                    metadata[name] = self._value(*self._next("I"))
+                for _ in range(tensors):
+                    name = self._text()
+                    (dimensions,) = self._next("I")
+                    shape = self._next(f"{dimensions}Q")[::-1]
+                    kind, offset = self._next("IQ")
+                    self.tensors[name] = _Tensor(shape, GGMLQuantizationType(kind), offset)
+                alignment = metadata.get("general.alignment", _ALIGNMENT)
+                self._start = -(-self._at // alignment) * alignment
+                self.architecture = str(metadata["general.architecture"])
+                for tensor in self.tensors.values():
+                    first, shape = self._place(tensor)
+                    self._bytes[first + math.prod(shape) - 1]
+            except (struct.error, IndexError, KeyError, UnicodeDecodeError) as error:
+                raise ValueError(f"{path} is torn, or no GGUF file") from error
+
+    def blocks(self, mapped: torch.Tensor, tensor: _Tensor) -> torch.Tensor:
+        """The bytes of a tensor, uint8 [..., bytes of a row], in those of the file."""
+        first, shape = self._place(tensor)
+        return mapped[first : first + math.prod(shape)].view(shape)
+
+    def _place(self, tensor: _Tensor) -> tuple[int, tuple[int, ...]]:
+        """Where a tensor begins in the file, and the shape of its bytes."""
+        *rows, inputs = tensor.shape
+        weights, size = GGML_QUANT_SIZES[tensor.kind]
+        return self._start + tensor.offset, (*rows, inputs // weights * size)
+
+    def _next(self, form: str) -> tuple:
+        found = struct.unpack_from(form := "<" + form, self._bytes, self._at)
+        self._at += struct.calcsize(form)
+        return found
+
+    def _text(self) -> str:
+        (length,) = self._next("Q")
+        return self._next(f"{length}s")[0].decode()
+
+    def _value(self, kind: int) -> object:
+        """A value of the metadata; None for an array: words are many, and transformers reads them."""
+        if kind == _TEXT:
+            return self._text()
+        if kind != _ARRAY:
+            return self._next(_NUMBERS[kind])[0]
+        kind, count = self._next("IQ")
+        if kind in _NUMBERS:
+            self._at += count * struct.calcsize("<" + _NUMBERS[kind])
+        else:
+            for _ in range(count):
+                self._value(kind)
+        return None

@@ -1,0 +1,178 @@
+"""Files whose weights stay in their blocks: the model is the one that transformers unpacks, to the last bit."""
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf_memory import HALVES, random_blocks
+from hypothesis import Phase, given, note, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
+from zoo import tiny_model
+
+import lookahead
+from lookahead.compat import gguf as compat
+from lookahead.cpu import native
+from lookahead.cpu.gguf import BlocksEmbedding, BlocksLinear, unpacked
+from lookahead.cpu.products import Format
+from lookahead.passes.packed import packed_of
+
+Kind = gguf.GGMLQuantizationType
+KINDS = [Kind[name] for name in HALVES]
+READ = [kind for kind in KINDS if kind.name != "Q5_0"]  # by our kernels
+FAMILIES = ["llama", "qwen2", "qwen3", "gemma2", "gemma3_text"]
+SIZES = {"hidden_size": 256, "intermediate_size": 512}
+"""What whole blocks divide."""
+IN_FILES = {
+    "num_hidden_layers": "block_count", "max_position_embeddings": "context_length",
+    "hidden_size": "embedding_length", "intermediate_size": "feed_forward_length",
+    "num_attention_heads": "attention.head_count", "num_key_value_heads": "attention.head_count_kv",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon", "head_dim": "attention.key_length",
+    "sliding_window": "attention.sliding_window", "vocab_size": "vocab_size",
+}  # fmt: skip
+
+
+def write(path, model, kinds, seed=0):
+    """Write a tiny model to a file: matrices in random blocks of these kinds in turn, all else as it is."""
+    config, random = model.config, np.random.default_rng(seed)
+    architecture = config.model_type.removesuffix("_text")
+    writer = gguf.GGUFWriter(path, architecture)
+    for name, in_file in IN_FILES.items():
+        if (value := getattr(config, name, None)) is not None:
+            kind = gguf.GGUFValueType.FLOAT32 if isinstance(value, float) else gguf.GGUFValueType.UINT32
+            writer.add_key_value(f"{architecture}.{in_file}", value, kind)
+    writer.add_token_list([f"<{i}>" for i in range(config.vocab_size)])
+    architecture = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    names, matrices = gguf.get_tensor_name_map(architecture, config.num_hidden_layers), 0
+    for parameter, weight in model.state_dict().items():
+        name = names.get_name(parameter, try_suffixes=(".weight", ".bias"))
+        if name is None or (parameter == "lm_head.weight" and config.tie_word_embeddings):
+            continue
+        if weight.ndim == 2:
+            kind = kinds[matrices % len(kinds)]
+            writer.add_tensor(name, random_blocks(kind, *weight.shape, random, 0.05), raw_dtype=kind)
+            matrices += 1
+        else:
+            writer.add_tensor(name, weight.numpy() + ("gemma" in config.model_type and "norm" in name))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def by_transformers(path):
+    return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+
+
+def texts(model):
+    found = []
+    for i, length in enumerate((1, 9, 70)):
+        prompt = torch.arange(3, 3 + length)[None] % 90
+        for options in ({"do_sample": False}, {"do_sample": True, "top_k": 20}):
+            torch.manual_seed(i)
+            found.append(model.generate(prompt, max_new_tokens=24, **options).tolist())
+    return found
+
+
+def weights_of(model):
+    """All weights by name, unpacked."""
+    found = {name: tensor for name, tensor in model.state_dict().items() if tensor.dtype == torch.float32}
+    for name, module in model.named_modules():
+        if isinstance(module, (BlocksLinear, BlocksEmbedding)):
+            found[f"{name}.weight"] = unpacked(module.weight, module.form)
+    return found
+
+
+@settings(max_examples=15, deadline=None, phases=set(Phase) - {Phase.shrink})  # an example takes a second
+@given(
+    family=st.sampled_from(FAMILIES),
+    kinds=st.lists(st.sampled_from(KINDS), min_size=1, max_size=4),
+    heads=st.sampled_from([(4, 2), (4, 4), (4, 1)]),
+    is_tied=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_the_model_is_the_one_that_transformers_unpacks(tmp_path_factory, family, kinds, heads, is_tied, seed):
+    note(f"{family=} {kinds=} {heads=} {is_tied=} {seed=}")
+    path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
+    of_heads = dict(zip(("num_attention_heads", "num_key_value_heads"), heads, strict=True))
+    of_heads["head_dim"] = 128 if family == "qwen3" else 64  # what transformers takes it for
+    tiny = tiny_model(family, **SIZES, **of_heads, tie_word_embeddings=is_tied or family == "gemma2")
+    write(path, tiny, kinds, seed)
+    plain, model = by_transformers(path), lookahead.load_gguf(path)
+    expected, found = weights_of(plain), weights_of(model)
+    assert found.keys() == expected.keys()
+    for name, weight in expected.items():
+        assert torch.equal(found[name], weight), name
+    settings = [one.config.to_dict() | {"quantization_config": None, "_name_or_path": ""} for one in (plain, model)]
+    assert settings[0] == settings[1]
+    assert plain.generation_config.to_dict() == model.generation_config.to_dict()
+    wanted = texts(plain)
+    assert texts(model) == wanted
+    lookahead.wrap(model)
+    assert texts(model) == wanted
+    assert family == "gemma2" or "passes: fused" in model.lookahead.report()  # its passes need eager attention
+
+
+def test_weights_stay_where_the_file_is(tmp_path):
+    write(tmp_path / "tiny.gguf", tiny_model("qwen3", **SIZES, head_dim=128), READ)
+    model = lookahead.load_gguf(tmp_path / "tiny.gguf")
+    weights = [module.weight for module in model.modules() if isinstance(module, (BlocksLinear, BlocksEmbedding))]
+    assert len({weight.untyped_storage().data_ptr() for weight in weights}) == 1
+    lookahead.wrap(model).generate(torch.arange(3, 9)[None], max_new_tokens=8)
+    assert packed_of(model).copied_bytes == 0
+    assert "MB read from the blocks of a GGUF file" in model.lookahead.report()
+
+
+def test_blocks_of_other_kinds_are_unpacked(tmp_path):
+    write(tmp_path / "tiny.gguf", tiny_model("llama", **SIZES), [Kind.Q5_0])
+    model = lookahead.load_gguf(tmp_path / "tiny.gguf")
+    assert not any(isinstance(module, (BlocksLinear, BlocksEmbedding)) for module in model.modules())
+
+
+@pytest.mark.parametrize("reason", ["no C++", "rules of its own"])
+def test_what_cannot_be_kept_is_loaded_by_transformers(tmp_path, monkeypatch, reason):
+    write(tmp_path / "tiny.gguf", tiny_model("llama", **SIZES), [Kind.Q8_0])
+    if reason == "no C++":
+        monkeypatch.setattr(native, "why_missing", lambda: "there is none")
+    else:
+        monkeypatch.setattr("lookahead.tools.gguf.has_conversions", lambda architecture: True)
+    model = lookahead.load_gguf(tmp_path / "tiny.gguf")
+    assert type(model.lm_head) is torch.nn.Linear
+
+
+def test_layers_in_blocks_compute_gradients_and_other_dtypes(tmp_path):
+    torch.manual_seed(0)
+    blocks = torch.from_numpy(random_blocks(Kind.Q4_K, 30, 512, np.random.default_rng(0), 0.1))
+    layer = BlocksLinear(torch.nn.Parameter(blocks, requires_grad=False), Format.Q4_K)
+    weight, input = unpacked(blocks, layer.form), torch.randn(3, 512, requires_grad=True)
+    layer(input).sum().backward()
+    torch.testing.assert_close(input.grad, weight.sum(0).expand(3, -1))
+    with torch.no_grad():
+        torch.testing.assert_close(layer(input), input @ weight.T)
+        assert torch.equal(layer(input.bfloat16()), input.bfloat16() @ weight.bfloat16().T)
+
+
+def test_a_torn_file_is_refused(tmp_path):
+    path = tmp_path / "tiny.gguf"
+    write(path, tiny_model("llama", **SIZES), [Kind.Q8_0])
+    content = path.read_bytes()
+    for length in (0, 3, 30, 200, len(content) // 2, len(content) - 40):
+        path.write_bytes(content[:length])
+        with pytest.raises(ValueError, match=r"torn|no GGUF file|empty"):
+            lookahead.load_gguf(path)
+
+
+def test_metadata_are_read_once(tmp_path, monkeypatch):
+    from transformers import modeling_gguf_pytorch_utils as loading
+
+    calls, read = [], loading.load_gguf_checkpoint
+    monkeypatch.setattr(loading, "load_gguf_checkpoint", lambda path, *more: calls.append(path) or read(path, *more))
+    path = tmp_path / "tiny.gguf"
+    write(path, tiny_model("llama", **SIZES), [Kind.Q8_0])
+    with compat.metadata_read_once():
+        first, second = compat.config_of(str(path)), compat.config_of(str(path))
+    assert first == second
+    assert first is not second
+    assert len(calls) == 1
+    assert compat.config_of(str(path)) == first
+    assert len(calls) == 2
