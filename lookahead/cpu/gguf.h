@@ -13,6 +13,9 @@ using namespace gemm;
 static INLINE float half(const uint8_t* x) {
     uint16_t bits;
     memcpy(&bits, x, sizeof bits);
+#ifdef __AVX512F__
+    return _mm512_cvtss_f32(_mm512_cvtph_ps(_mm256_castsi128_si256(_mm_cvtsi32_si128(bits))));
+#endif
     const uint32_t sign = (bits & 0x8000u) << 16, exponent = bits & 0x7c00, others = (bits & 0x7fffu) << 13;
     const bool is_small = exponent == 0;  // below the smallest power of two that an exponent can say
     uint32_t wide = others + ((exponent == 0x7c00 ? 255 - 31 : 127 - 15 + is_small) << 23) ;
@@ -46,6 +49,14 @@ struct Shape {
             const Floats exact = __builtin_convertvector(numbers, Floats);
             return exact * scale[i / GROUP] + offset[i / GROUP];
         }
+        // Weights of codes of 4 bits, whose lanes may hold other bits above them.
+        INLINE Floats of_codes(Ints codes, long i) const {
+#ifdef __AVX512F__
+            return (Floats)_mm512_permutexvar_ps((__m512i)codes, (__m512)table_of(scale[i / GROUP], offset[i / GROUP]));
+#else
+            return weights(codes & 15, i);
+#endif
+        }
     };
 };
 
@@ -56,14 +67,14 @@ struct Q4_0 : Shape<32, 18, 32> {
         return {{scale}, {-8 * scale}};
     }
     static INLINE Floats weights(const uint8_t* block, long i, const Scales& scales) {
-        return scales.weights(widened(block + 2 + i % 16) >> int(i / 16 * 4) & 15, i);
+        return scales.of_codes(widened(block + 2 + i % 16) >> int(i / 16 * 4), i);
     }
 };
 
 struct Q4_1 : Shape<32, 20, 32> {
     static INLINE Scales read(const uint8_t* block) { return {{half(block)}, {half(block + 2)}}; }
     static INLINE Floats weights(const uint8_t* block, long i, const Scales& scales) {
-        return scales.weights(widened(block + 4 + i % 16) >> int(i / 16 * 4) & 15, i);
+        return scales.of_codes(widened(block + 4 + i % 16) >> int(i / 16 * 4), i);
     }
 };
 
@@ -93,7 +104,7 @@ static INLINE Scales scales_of_k(const uint8_t* block) {
 struct Q4_K : Shape<256, 144, 32> {
     static INLINE Scales read(const uint8_t* block) { return scales_of_k<Scales>(block); }
     static INLINE Floats weights(const uint8_t* block, long i, const Scales& scales) {
-        return scales.weights(widened(block + 16 + i / 64 * 32 + i % 32) >> int(i % 64 / 32 * 4) & 15, i);
+        return scales.of_codes(widened(block + 16 + i / 64 * 32 + i % 32) >> int(i % 64 / 32 * 4), i);
     }
 };
 
