@@ -20,9 +20,9 @@ def tolerance(dtype: torch.dtype, noise: float = 0.0) -> float:
 
 
 def row_errors(logits: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    """Return the distance of each row [rows, vocabulary] from its reference, relative to the reference's spread."""
-    parts = zip(logits.split(AT_ONCE), reference.split(AT_ONCE), strict=True)
-    return torch.cat([_row_errors(*part) for part in parts])
+    """Return the distances, [rows], of rows [..., vocabulary] from a reference, relative to the spread of its rows."""
+    parts = [rows.reshape(-1, rows.shape[-1]).split(AT_ONCE) for rows in (logits, reference)]
+    return torch.cat([_row_errors(*part) for part in zip(*parts, strict=True)])
 
 
 def _row_errors(logits: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
