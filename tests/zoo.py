@@ -1,7 +1,7 @@
 """Tiny random models of many architectures, for comparison with their own generate()."""
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 VOCABULARY = 97
 END = 1
@@ -304,6 +304,9 @@ ALONE = {"mpt"}  # a step takes one sequence
 def tiny_model(model_type: str, seed: int = 0, **settings):
     """Return a random float32 model in eval mode, whose logits are spread enough for varied, non-uniform sampling."""
     torch.manual_seed(seed)
+    is_part = getattr(CONFIG_MAPPING[model_type], "base_config_key", "") == "text_config"
+    if is_part and CONFIG_MAPPING[model_type] not in AutoModelForCausalLM._model_mapping:  # only the whole is a model
+        return tiny_model(model_type.removesuffix("_text"), seed, **settings)
     of_text, more = WITH_IMAGES.get(model_type, (model_type, {}))
     settings = {**COMMON, **(SETTINGS | ALIKE).get(of_text, {}), **settings}
     config = AutoConfig.for_model(model_type, **({**more, "text_config": settings} if more else settings))

@@ -74,9 +74,7 @@ def test_a_crowd_of_which_a_third_goes(address):
                 time.sleep(number / 100)
                 return None
             said = connection.getresponse().read().decode()
-        found = [json.loads(line[6:]) for line in said.split("\n") if line.startswith("data: {")] or [
-            json.loads(said)
-        ]
+        found = [json.loads(line[6:]) for line in said.split("\n") if line.startswith("data: {")] or [json.loads(said)]
         return "".join(each["choices"][0]["text"] for each in found)
 
     with ThreadPoolExecutor(50) as threads:
