@@ -244,7 +244,8 @@ def chat(of, prompt, wishes):
 
     async def ask():
         loop, pieces = asyncio.get_running_loop(), asyncio.Queue()
-        of.begin([prompt], wishes, lambda _, piece: loop.call_soon_threadsafe(pieces.put_nowait, piece))
+        grammars = of.grammars(of.grammar_texts([prompt], wishes), wishes) if wishes.demand else None
+        of.begin([prompt], wishes, lambda _, piece: loop.call_soon_threadsafe(pieces.put_nowait, piece), grammars)
         text, calls = "", []
         while not isinstance(piece := await asyncio.wait_for(pieces.get(), 60), End):
             if isinstance(piece, Exception):
