@@ -6,6 +6,8 @@ Their positions in time, height and width are then all the same.
 from types import MappingProxyType
 from typing import Any
 
+import torch
+
 from lookahead.cpu.operations import Value
 from lookahead.models.families.llama import Llama
 from lookahead.models.families.page import Page
@@ -21,6 +23,11 @@ class WithImages(Llama):
 
     def placeholders(self) -> list[int]:
         return [self.model.config.image_token_id, self.model.config.video_token_id]
+
+    def rotary_tables(self, like: torch.Tensor, positions: torch.Tensor, name: str) -> list[torch.Tensor]:
+        """Older versions of transformers want all three positions, and Qwen2-VL gives as many tables."""
+        tables = self.rotary_module(like, positions.expand(3, 1, -1), *([name] if name else []))
+        return [table.flatten(0, -3)[0] for table in tables]
 
 
 class Qwen2VL(WithImages, Qwen2):
