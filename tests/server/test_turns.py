@@ -244,8 +244,7 @@ def chat(of, prompt, wishes):
 
     async def ask():
         loop, pieces = asyncio.get_running_loop(), asyncio.Queue()
-        grammars = of.grammars(of.grammar_texts([prompt], wishes), wishes) if wishes.demand else None
-        of.begin([prompt], wishes, lambda _, piece: loop.call_soon_threadsafe(pieces.put_nowait, piece), grammars)
+        of.begin([prompt], wishes, lambda _, piece: loop.call_soon_threadsafe(pieces.put_nowait, piece))
         text, calls = "", []
         while not isinstance(piece := await asyncio.wait_for(pieces.get(), 60), End):
             if isinstance(piece, Exception):

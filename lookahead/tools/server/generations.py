@@ -175,8 +175,8 @@ class Generations(Worker):
         """Decode ``wishes.answers`` to each prompt. Return them in order; ``send`` is told their pieces by number.
 
         Answers to one prompt follow from seeds that follow each other. ``send`` is called on another thread.
-        grammars: what `grammars` returns of the same prompts, if anything is enforced.
-        Raises RefusedError if a prompt does not fit; BusyError.
+        grammars: what `grammars` returns of the same prompts; None: they are compiled here, if anything is enforced.
+        Raises RefusedError if a prompt does not fit, or a demand cannot be enforced; BusyError.
         """
         context = context_length(self._model)
         for prompt in prompts:
@@ -185,6 +185,8 @@ class Generations(Worker):
         if self.open >= self._most + MOST_WAITING:
             raise BusyError(f"{self.open} requests are being served: try again later")
         answers, group = list[Answer](), Group()
+        if grammars is None and wishes.demand:
+            grammars = self.grammars(self.grammar_texts(prompts, wishes), wishes)
         grammars = [None] * len(prompts) if grammars is None else grammars
         for prompt, grammar in zip(prompts, grammars, strict=True):
             for number in range(wishes.answers):
