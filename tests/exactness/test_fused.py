@@ -74,9 +74,10 @@ FAMILIES = [
     "granitemoe_swa", "flint", "cohere2_moe", "beam", "mimo_v2_flash", "aria_text", "lara_mini",
     "llama4_text", "kolibri1", "laguna", "dbrx", "qwen3_vl_moe",
 ]  # fmt: skip
-# In older transformers, these have parts of another shape or of another model.
+# In older transformers, these have parts of another shape or of another model, or masks that are not causal.
 OTHERS_BEFORE = ["gptj", "codegen", "nemotron_h", "cohere_compass_text", "aria_text"]
-LEFT_OUT = [] if hasattr(modeling_gptj, "GPTJRotaryEmbedding") else OTHERS_BEFORE
+SEE_WHAT_FOLLOWS = [] if hasattr(modeling_rembert, "create_causal_mask") else ["megatron-bert", "rembert", "big_bird"]
+LEFT_OUT = [*([] if hasattr(modeling_gptj, "GPTJRotaryEmbedding") else OTHERS_BEFORE), *SEE_WHAT_FOLLOWS]
 FAMILIES = [family for family in FAMILIES if family not in LEFT_OUT and family in CONFIG_MAPPING]
 
 STATES = ["lfm2", "lfm3", "qwen3_5_text", "olmo_hybrid", "bamba", "falcon_h1", "nemotron_h", "mamba2", "zamba2"]
@@ -602,11 +603,9 @@ def test_prompts_that_a_pass_does_not_take_are_read_by_the_model():
                 model.generate(torch.tensor([[3, unknown]]), max_new_tokens=2, do_sample=False)
 
 
-# Decoders whose masks are not causal in older versions of transformers.
-SEE_WHAT_FOLLOWS = () if hasattr(modeling_rembert, "create_causal_mask") else ("megatron-bert", "rembert", "big_bird")
-
-
-@pytest.mark.parametrize(("family", "settings"), [*((family, {}) for family in FAMILIES), *VARIANTS])
+@pytest.mark.parametrize(
+    ("family", "settings"), [*((family, {}) for family in [*FAMILIES, *SEE_WHAT_FOLLOWS]), *VARIANTS]
+)
 def test_texts_are_those_of_generate(family, settings, monkeypatch):
     """Greedily and sampled, behind prompts that are shorter and longer than windows. No step is left to the model."""
 
