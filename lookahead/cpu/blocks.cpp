@@ -515,10 +515,10 @@ static bool holds(const Copy& copy, long first, long last, long begin, long end)
 }
 
 // Whether copies no longer hold what they were made of, where one block of each is looked at, another in each turn: a few
-// cache lines, for to wait for threads would take longer.
+// cache lines, for to wait for threads would take longer. Of so many parts of the copies, each turn looks at another one.
 template <class By>
-static bool have_changed(const Copy* copies, long count, long turn) {
-    for (long i = 0; i < count; i++) {
+static bool have_changed(const Copy* copies, long count, long turn, long parts) {
+    for (long part = turn % parts, i = count * part / parts; i < count * (part + 1) / parts; i++) {
         const Copy& copy = copies[i];
         const long together = copy.together(), groups = (copy.outputs + together - 1) / together;
         const uint64_t place = (turn + i) * 0x9e3779b97f4a7c15 >> 16;  // scattered, so that no row is left for long
@@ -528,11 +528,11 @@ static bool have_changed(const Copy* copies, long count, long turn) {
     return false;
 }
 
-extern "C" bool changed_float32(const Copy* copies, long count, long turn) {
-    return have_changed<ByFloats>(copies, count, turn);
+extern "C" bool changed_float32(const Copy* copies, long count, long turn, long parts) {
+    return have_changed<ByFloats>(copies, count, turn, parts);
 }
-extern "C" bool changed_bfloat16(const Copy* copies, long count, long turn) {
-    return have_changed<Pairs>(copies, count, turn);
+extern "C" bool changed_bfloat16(const Copy* copies, long count, long turn, long parts) {
+    return have_changed<Pairs>(copies, count, turn, parts);
 }
 
 struct Memory {

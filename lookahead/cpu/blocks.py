@@ -24,7 +24,7 @@ _of_codes = cache(partial(native.kernels, "find_codes", (torch.float32,), _ARGUM
 _of_mxfp4 = cache(partial(native.kernels, "find_mxfp4", native.FLOATS, _ARGUMENTS))
 _of_int4 = cache(partial(native.kernels, "pack", native.FLOATS, _ARGUMENTS))
 _of_bfloat16 = cache(partial(native.kernels, "index", native.FLOATS, _ARGUMENTS))
-_CHANGED = [ctypes.c_void_p, *[ctypes.c_long] * 2]
+_CHANGED = [ctypes.c_void_p, *[ctypes.c_long] * 3]
 _changed = cache(partial(native.kernels, "changed", native.FLOATS, _CHANGED, ctypes.c_bool))
 _DIGEST = [ctypes.c_void_p, ctypes.c_long, ctypes.c_void_p, ctypes.c_long]
 _digest = cache(partial(native.kernels, "digest", (torch.uint8,), _DIGEST))
@@ -81,10 +81,11 @@ def copies_of(linears: Iterable[Linear]) -> np.ndarray:
     return np.array([_copy(linear) for linear in linears if linear.origin is not None], np.int64).reshape(-1, 10)
 
 
-def comparison(copies: np.ndarray, dtype: torch.dtype) -> Callable[[int], bool]:
-    """Return a function of a turn: whether copies no longer hold what they were made of.
+def comparison(copies: np.ndarray, dtype: torch.dtype) -> Callable[[int, int], bool]:
+    """Return a function of a turn and a number of parts: whether copies no longer hold what they were made of.
 
-    It looks at one block of each, another in each turn. The array must outlive the function.
+    It looks at one block of each copy in one part of them, at another part and other blocks in each turn. The array
+    must outlive the function.
     """
     return partial(_changed()[dtype], copies.ctypes.data, len(copies))
 

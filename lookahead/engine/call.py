@@ -96,8 +96,9 @@ class Call:
         self._runner = engine.find_runner(model, needs)
         temperature = engine.temperature(generation)
         self._top_k = needs.top_k, temperature
-        # What users' code may change between passes, besides weights. Looking takes a millisecond.
-        self._watched = state_of(model) if any(map(_runs_code_of_users, (*callbacks, *sources))) else None
+        self._others_run = any(map(_runs_code_of_users, (*callbacks, *sources)))  # between passes
+        # What it may change, besides weights. Looking takes a millisecond.
+        self._watched = state_of(model) if self._others_run else None
         pace = engine.find_pace(self._runner)
         self._budget = Budget(engine.max_guesses(len(ids), pace), pace, self._runner.is_ragged)
         self._source = Combined(sources, engine.ledger, self._budget, self.stats, resting)
@@ -216,7 +217,7 @@ class Call:
         limits, guessed = self._guess(texts, last)
         steps, chosen = self._lay_out(texts, limits, guessed)
         times.append(clock())
-        output = yield Pass(self._runner, steps, self._cache, last, self._top_k)
+        output = yield Pass(self._runner, steps, self._cache, last, self._top_k, self._others_run)
         if not output.logits.is_cpu:
             output = looked_through(output)
         self._look_at(output, len(steps))

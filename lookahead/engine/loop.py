@@ -35,7 +35,7 @@ def run(engine: Lookahead, plain: Callable, *args: Any, **kwargs: Any) -> torch.
                 if wanted is None:
                     wanted = next(steps)
                 else:
-                    output = wanted.runner.run(wanted.steps, wanted.cache, wanted.last, wanted.top_k)
+                    output = wanted.runner.run(wanted.steps, wanted.cache, wanted.last, wanted.top_k, wanted.others_ran)
                     wanted = steps.send(output)
         except StopIteration as end:
             return end.value

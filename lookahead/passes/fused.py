@@ -41,6 +41,8 @@ MOST_AT_ONCE = 256  # of them in a pass, which bounds its memory. Each pass unpa
 FIRST_POSITIONS = 1024  # of the first table of rotary embeddings
 MOST_COPIED = 2**30  # bytes of a copy that takes more than half as much as the weights, unless it is asked for
 
+PARTS = 8  # of what is watched, one of which is looked at where nobody else's code has run
+
 _ADDRESS, _IS_INITIALIZED = torch.Tensor.data_ptr, operator.attrgetter("is_initialized")
 
 
@@ -56,12 +58,31 @@ class Watch:
         self._tensors = [tensor for _, _, tensor in places]
         self._in_memory = [part for tensor in self._tensors for part in _in_memory(tensor)]
         self._counted = [tensor for tensor in self._in_memory if not tensor.is_inference()]
-        self._before = self._looked_at()
+        self._before = _looked_at(self._in_memory, self._counted)
+        self._parts: list[list] = []  # what is watched and what was seen, once it is asked for
+        self._turn = 0
 
     def has_changed(self) -> bool:
         """Whether anything has changed since this was made."""
         now = map(dict.get, self._places, self._names)
-        return not all(map(operator.is_, now, self._tensors)) or self._looked_at() != self._before
+        if not all(map(operator.is_, now, self._tensors)):
+            return True
+        return _looked_at(self._in_memory, self._counted) != self._before
+
+    def has_part_changed(self) -> bool:
+        """Whether one of PARTS has changed, another in each turn. Between two passes, caches are cold: to look at all
+        takes up to half a millisecond."""
+        if not self._parts:
+            seen: tuple[list[Any], ...] = self._tensors, self._in_memory, self._counted, *self._before
+            seen = self._places, self._names, *seen
+            self._parts = [
+                [one[len(one) * i // PARTS : len(one) * (i + 1) // PARTS] for one in seen] for i in range(PARTS)
+            ]
+        self._turn = (self._turn + 1) % PARTS
+        places, names, tensors, memory, counted, *before = self._parts[self._turn]
+        if not all(map(operator.is_, map(dict.get, places, names), tensors)):
+            return True
+        return _looked_at(memory, counted) != tuple(before)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -85,6 +106,7 @@ class Watch:
         """Hold none of the tensors, until `resume`. Only if it `is_plain`."""
         self._identities = list(map(id, self._tensors))  # torch swaps no tensor that has weak references
         self._tensors = self._in_memory = self._counted = []
+        self._parts = []
 
     def resume(self) -> bool:
         """Hold the tensors again. Returns whether they are as they were: the same, or others in the same memory."""
@@ -92,12 +114,13 @@ class Watch:
         if list(map(id, now)) != self._identities:
             return False
         self._tensors = self._in_memory = self._counted = now
-        return self._looked_at() == self._before
+        return _looked_at(now, now) == self._before
 
-    def _looked_at(self) -> tuple[list, ...]:
-        memory, tensor = self._in_memory, torch.Tensor
-        shapes = list(map(tensor.size, memory)), list(map(tensor.stride, memory))
-        return list(map(tensor.data_ptr, memory)), *shapes, list(map(VERSION, self._counted))
+
+def _looked_at(memory: list[torch.Tensor], counted: list[torch.Tensor]) -> tuple[list, ...]:
+    tensor = torch.Tensor
+    shapes = list(map(tensor.size, memory)), list(map(tensor.stride, memory))
+    return list(map(tensor.data_ptr, memory)), *shapes, list(map(VERSION, counted))
 
 
 def _in_memory(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -245,10 +268,11 @@ class FusedRunner(EagerRunner):
         cache: AnyCache,
         last: list[int] | None = None,
         top_k: TopK = (0, 1.0),
+        others_ran: bool = True,
     ) -> Output:
         each = cache.each if isinstance(cache, SeparateCaches) else [cache]
         with self._packed.turn:
-            if len(each) < len(steps) or not self._can_run([step.ids for step in steps], each):
+            if len(each) < len(steps) or not self._can_run([step.ids for step in steps], each, others_ran):
                 return super().run(steps, cache, last, top_k)
             try:
                 return self._compute(steps, each, last, top_k)
@@ -295,12 +319,11 @@ class FusedRunner(EagerRunner):
         cache.commit([step], [list(range(count))])
         return output
 
-    def _can_run(self, ids: list[np.ndarray], caches: list[LookaheadCache]) -> bool:
+    def _can_run(self, ids: list[np.ndarray], caches: list[LookaheadCache], others_ran: bool = True) -> bool:
         """Whether a pass can compute these tokens. Otherwise, the model's own code does, or raises an error."""
         if torch.is_autocast_enabled("cpu"):
             return False
-        is_stale = self._executor is not None and self._first is None and self._executor.is_stale()
-        if self._executor is not None and (is_stale or self._watch.has_changed()):
+        if self._executor is not None and self._has_changed(self._executor, others_ran):
             self._executor, self._first, self._buffers, self._serves = None, None, [], range(0)
             with suppress(UnknownModelError):
                 self._executor = _executor_of(self._look())
@@ -316,6 +339,12 @@ class FusedRunner(EagerRunner):
             if not (has_layers and (self._finds(executor, b, cache) or cache.is_empty)):
                 return False
         return True
+
+    def _has_changed(self, executor: Executor, others_ran: bool) -> bool:
+        """Whether weights have changed, as far as a look at them tells. others_ran: as for `EagerRunner.run`."""
+        if self._first is None and executor.is_stale(1 if others_ran else PARTS):
+            return True
+        return self._watch.has_changed() if others_ran else self._watch.has_part_changed()
 
     def _finds(self, executor: Executor, b: int, cache: LookaheadCache) -> "_Buffers | None":
         """Return the buffers of a sequence's cache, all initialized; None if a pass cannot read and write them."""

@@ -373,10 +373,11 @@ class GraphRunner(EagerRunner):
         cache: AnyCache,
         last: list[int] | None = None,
         top_k: TopK = (0, 1.0),
+        others_ran: bool = True,
     ) -> Output:
         if isinstance(cache, StaticCache):
             return Output(*self._graphs.forward(steps[0], cache, last))
-        return self._other.run(steps, cache, last, top_k)
+        return self._other.run(steps, cache, last, top_k, others_ran)
 
 
 class StaticCache(LookaheadCache):

@@ -121,6 +121,7 @@ class EagerRunner:
         cache: AnyCache,
         last: list[int] | None = None,
         top_k: TopK = (0, 1.0),
+        others_ran: bool = True,
     ) -> Output:
         """Run one pass over a step of each sequence.
 
@@ -128,7 +129,9 @@ class EagerRunner:
         Rows that pad the shorter steps hold nothing useful.
         last: for each sequence, the last position for window tokens (`Step.positions`).
         top_k: of the likeliest tokens after the root and each guess. Passes that have no cheap way to find them do
-        not.
+            not.
+        others_ran: whether code that is not ours may have run in this thread since the last pass, and changed weights.
+            If not, a runner that keeps copies of weights looks at a part of them alone.
         """
         if isinstance(cache, SeparateCaches):
             each = enumerate(zip(steps, cache.each, strict=True))
@@ -212,3 +215,4 @@ class Pass(NamedTuple):
     cache: AnyCache
     last: list[int]
     top_k: tuple[int, float]
+    others_ran: bool

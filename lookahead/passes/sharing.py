@@ -12,8 +12,10 @@ from lookahead.models.cache import SeparateCaches
 from lookahead.passes.runner import Company, Output, Pass
 
 
-def run_together(passes: Sequence[Pass]) -> list[Output | Exception]:
+def run_together(passes: Sequence[Pass], others_ran: bool = True) -> list[Output | Exception]:
     """Run the passes of several calls, as few as possible. Return the output of each, or the error that it failed by.
+
+    others_ran: as for `EagerRunner.run`, besides what the passes say.
 
     The call that has begun last runs a pass for others: what it has read of the model is no older than what they have.
     """
@@ -25,18 +27,20 @@ def run_together(passes: Sequence[Pass]) -> list[Output | Exception]:
     for group in groups.values():
         together = [passes[i] for i in group]
         try:
-            outputs: Sequence[Output | Exception] = _run_as_one(together)
+            outputs: Sequence[Output | Exception] = _run_as_one(
+                together, others_ran or any([one.others_ran for one in together])
+            )
         except Exception as error:
             outputs = [error] * len(group)
         found |= zip(group, outputs, strict=True)
     return [found[i] for i in range(len(passes))]
 
 
-def _run_as_one(together: list[Pass]) -> list[Output]:
+def _run_as_one(together: list[Pass], others_ran: bool) -> list[Output]:
     """Run these passes as one. They are in the order in which their calls have begun."""
     if len(together) == 1:
         (one,) = together
-        return [one.runner.run(one.steps, one.cache, one.last, one.top_k)]
+        return [one.runner.run(one.steps, one.cache, one.last, one.top_k, others_ran)]
     steps = [step for one in together for step in one.steps]
     each = [one.cache.each if isinstance(one.cache, SeparateCaches) else [one.cache] for one in together]
     temperatures = [one.top_k[1] for one in together for _ in one.steps]
@@ -44,7 +48,7 @@ def _run_as_one(together: list[Pass]) -> list[Output]:
     began = time.perf_counter()
     newest = together[-1]
     caches = SeparateCaches([cache for caches in each for cache in caches])
-    joint = newest.runner.run(steps, caches, last, (newest.top_k[0], temperatures))
+    joint = newest.runner.run(steps, caches, last, (newest.top_k[0], temperatures), others_ran)
     company = Company(len(joint.logits), len(steps), time.perf_counter() - began)
     stops = [*joint.first[1:], len(joint.logits)]
     return [

@@ -40,7 +40,9 @@ def companies(monkeypatch):
     """How many texts have shared each pass."""
     found, as_one = [], sharing._run_as_one
     monkeypatch.setattr(
-        sharing, "_run_as_one", lambda passes: found.extend([len(passes)] * (len(passes) > 1)) or as_one(passes)
+        sharing,
+        "_run_as_one",
+        lambda passes, *others: found.extend([len(passes)] * (len(passes) > 1)) or as_one(passes, *others),
     )
     return found
 
@@ -135,10 +137,10 @@ def test_a_first_token_waits_for_twice_the_reading_of_prompts(monkeypatch, of_po
         now += of_portion if output is None else 0
         go_on(text, output)
 
-    def runs(passes):
+    def runs(passes, weights_may_change):
         nonlocal now
         now += of_step if passes else 0
-        return run_together(passes)
+        return run_together(passes, weights_may_change)
 
     class Notes(BaseStreamer):
         def __init__(self, number):
@@ -254,7 +256,7 @@ def test_a_pass_that_fails_ends_its_texts_and_no_others(monkeypatch):
     for _ in range(5):
         sequences.step()
     with monkeypatch.context() as patch:
-        patch.setattr(sharing, "_run_as_one", lambda passes: (_ for _ in ()).throw(MemoryError("no room")))
+        patch.setattr(sharing, "_run_as_one", lambda *_: (_ for _ in ()).throw(MemoryError("no room")))
         assert not sequences.step()
     assert all(isinstance(future.exception(), MemoryError) for future in futures)
     assert sharing._run_as_one is as_one

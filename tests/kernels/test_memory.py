@@ -24,7 +24,7 @@ from lookahead.guessing.source import Needs
 from lookahead.models.cache import InPlaceLayer
 from lookahead.models.families import page_of
 from lookahead.passes.capabilities import find_adapter
-from lookahead.passes.fused import FusedRunner
+from lookahead.passes.fused import PARTS, FusedRunner
 from lookahead.passes.rounding import relative_error
 from lookahead.passes.runner import EagerRunner
 from lookahead.step import lay_out
@@ -319,6 +319,33 @@ def test_weights_that_change_within_a_call_take_effect_at_the_next_pass(change, 
                 assert outputs[1] == outputs[0]
                 return
             assert relative_error(outputs[1], outputs[0]) < allowed
+
+
+@pytest.mark.parametrize("packs", [True, False])
+@pytest.mark.parametrize("part", ["all", "one", "norms"])
+@of_changes(set_data, write, write_data)
+def test_weights_that_another_thread_changes_take_effect_within_a_few_passes(change, part, packs):
+    """Where no code of others runs between passes, each looks at a part of the weights."""
+    if change is write_data and part == "one" and packs:
+        return  # nobody counts it: it is seen by chance
+    model = tiny_model("llama", **SIZES)
+    in_blocks(model, 1)
+    runner = FusedRunner(model, find_adapter(model), packs=packs)
+    cache, steps = runner.adapter.make_cache(), [lay_out(5, GuessTree.of([8, 9], [-1, 0]))]
+
+    def logits(runner):
+        found = runner.run(steps, cache, others_ran=False).logits
+        cache.commit(steps, [[]])
+        return found
+
+    with torch.no_grad():
+        runner.prefill(IDS, cache)
+        before = [logits(runner) for _ in range(2 * PARTS)]
+        assert all(map(before[0].equal, before))
+        changed(model, change, part)
+        now = [logits(runner) for _ in range(PARTS)][-1]
+        assert relative_error(now, logits(EagerRunner(model, runner.adapter))) < 1e-4
+        assert relative_error(now, before[0]) > 1e-3
 
 
 @of_changes(*CHANGES)

@@ -133,7 +133,7 @@ class Generations(Worker):
             while self._take_in() or self._let_begin():
                 pass
             if self._sequences is not None:
-                self._sequences.step()
+                self._sequences.step(weights_may_change=False)
             self._after_step()
 
     def _take_in(self) -> bool:
