@@ -23,7 +23,7 @@ from lookahead.cpu.executor import (
     serves,
     weight_bytes,
 )
-from lookahead.cpu.products import is_plain_of
+from lookahead.cpu.products import Format, is_plain_of
 from lookahead.cpu.program import CacheShape, Program
 from lookahead.models.adapter import ModelAdapter, context_length
 from lookahead.models.cache import AnyCache, LookaheadCache, SeparateCaches
@@ -38,6 +38,9 @@ from lookahead.step import MAX_DEPTH, Step, grow, pad
 MOST_READ_IN_TILES = {torch.bfloat16: 192, torch.float32: 512}
 MOST_READ = 2**62
 MOST_AT_ONCE = 256  # of them in a pass, which bounds its memory. Each pass unpacks the weights once
+# Rows of a pass, at most, that reads the numbers that indexed weights were made of. One over more rows loses more by it
+# than the reading of all numbers takes.
+MOST_COMPARED = 12
 FIRST_POSITIONS = 1024  # of the first table of rotary embeddings
 MOST_COPIED = 2**30  # bytes of a copy that takes more than half as much as the weights, unless it is asked for
 
@@ -219,6 +222,7 @@ class FusedRunner(EagerRunner):
         in_tiles = all(linear.is_in_tiles(found.dtype) for linear in found.linears)
         pairs = list(zip(original.linears, found.linears, strict=True))
         of_copies = {i: copy.digest for i, (_, copy) in enumerate(pairs) if copy.origin is not None}
+        are_indexed = all(pairs[i][1].format == Format.INDEXED for i in of_copies)
         is_read = all(operation.reads_all_weights for operation in found.operations) and all(
             can_digest(pairs[i][0], found.dtype)
             and pairs[i][0].is_in_tiles(found.dtype) == pairs[i][1].is_in_tiles(found.dtype)
@@ -234,6 +238,7 @@ class FusedRunner(EagerRunner):
             executor=_executor_of(found),
             original=Executor(original, of_copies) if of_copies and is_read else None,
             digests=of_copies,
+            most_compared=MOST_COMPARED if are_indexed and not in_tiles else MOST_READ,
             computed=None if can_wait else original.computed(tensors),
             most_read=self._page.reads_prompts * (MOST_READ_IN_TILES[found.dtype] if in_tiles else MOST_READ),
             weight_bytes=weight_bytes(found),
@@ -375,8 +380,7 @@ class FusedRunner(EagerRunner):
 
         Raises UnknownModelError, before it changes a cache, if the rotary embedding has become another one.
         """
-        executor = self._first or self._executor
-        assert executor is not None
+        executor = self._executor_for(sum([len(step) - step.computed for step in steps]))
         laid_out = [
             pad([step], cache.lengths, last and last[b : b + 1])
             for b, (step, cache) in enumerate(zip(steps, caches, strict=True))
@@ -412,6 +416,14 @@ class FusedRunner(EagerRunner):
         if found is not None:  # in C++, nothing is likely in a row with a NaN
             argmax = np.where(found[1][:, 0] > 0, found[0][:, 0], -1).tolist()
         return Output(logits, outputs, first, has_nan, found, argmax)
+
+    def _executor_for(self, rows: int) -> Executor:
+        """Return what computes a pass of so many rows. If they are many, copies are compared before it."""
+        if self._first is not None and rows > self._ready.most_compared and not self._ready.executor.has_changed():
+            self._first = None
+        executor = self._first or self._executor
+        assert executor is not None
+        return executor
 
     def _compare(self, original: Executor) -> None:
         """Go on with the copies if they hold the weights that the first pass has read, or with new copies."""

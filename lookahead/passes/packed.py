@@ -44,6 +44,8 @@ class ReadyProgram:
     """
     digests: dict[int, bytes | None]
     """Those of the weights that have copies, by their number in the program."""
+    most_compared: int
+    """Rows of a pass by `original`, at most. Before one of more, all weights are read for their digests alone."""
     computed: list[object] | None
     """What may have been computed from the tensors (`Program.computed`); None: nothing was, unless it is compared with
     them. If something was, this is not kept until the next call.
