@@ -750,23 +750,27 @@ struct Thread {
     }
 
     // This thread's share of n outputs, in whole groups.
-    long share(long n, long of) const {
-        const long groups = (n + OUTPUTS_TOGETHER - 1) / OUTPUTS_TOGETHER;
-        return std::min(n, groups * of / pass.threads * OUTPUTS_TOGETHER);
-    }
+    static long groups_of(long n) { return (n + OUTPUTS_TOGETHER - 1) / OUTPUTS_TOGETHER; }
+    long share(long n, long of) const { return std::min(n, groups_of(n) * of / pass.threads * OUTPUTS_TOGETHER); }
 
-    // Call f(product, begin, end) for this thread's share of the outputs of some products.
+    // Call f(product, begin, end) for this thread's share of the outputs of some products. Each product has groups of its
+    // own, for its rows lie together from its first one on.
     template <class F>
     void for_shares(const Operation<T>& of, F f) const {
+        static_assert((long)OUTPUTS_TOGETHER % Indexed::TOGETHER == 0);
         const auto* const products = (const Product<T>*)of.products;
-        long n = 0;
-        for (long i = 0; i < of.count; i++) n += products[i].matrix.outputs;
-        long begin = share(n, index), end = share(n, index + 1);
+        long all = 0;
+        for (long i = 0; i < of.count; i++) all += groups_of(products[i].matrix.outputs);
+        long before = 0;  // groups of the products before
         for (long i = 0; i < of.count; i++) {
-            const long outputs = products[i].matrix.outputs;
-            if (of.is_each_shared) begin = share(outputs, index), end = share(outputs, index + 1);
-            if (begin < std::min(end, outputs)) f(products[i], begin, std::min(end, outputs));
-            begin = std::max(begin - outputs, 0L), end = std::max(end - outputs, 0L);
+            const long outputs = products[i].matrix.outputs, groups = groups_of(outputs);
+            long begin = share(outputs, index), end = share(outputs, index + 1);
+            if (!of.is_each_shared) {
+                begin = std::max(all * index / pass.threads - before, 0L) * OUTPUTS_TOGETHER;
+                end = std::min((all * (index + 1) / pass.threads - before) * OUTPUTS_TOGETHER, outputs);
+            }
+            if (begin < end) f(products[i], begin, end);
+            before += groups;
         }
     }
 

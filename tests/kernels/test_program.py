@@ -9,7 +9,10 @@ import numpy as np
 import pytest
 import torch
 import zoo
+from hypothesis import given, note
+from hypothesis import strategies as st
 from test_fused import FAMILIES, LEFT_OUT, VARIANTS
+from test_lossless import random_cases
 from torch import nn
 from transformers import CONFIG_MAPPING
 from zoo import tiny_model
@@ -148,3 +151,33 @@ def test_a_value_does_not_take_the_place_of_one_that_is_still_read():
     expected = made[0].weight[:5]
     expected = 2 * expected + nn.functional.rms_norm(expected, (32,), eps=1e-5)
     assert relative_error(logits, expected) < 1e-5
+
+
+@random_cases(60)
+@given(
+    before=st.lists(st.tuples(st.integers(1, 70), st.booleans()), min_size=1, max_size=6),
+    rows=st.sampled_from([1, 3, 17]),
+    threads=st.integers(1, 4),
+    dtype=st.sampled_from(native.FLOATS),
+)
+def test_layers_of_any_number_of_outputs_are_shared_out_together(before, rows, threads, dtype):
+    """Rows of indexed weights lie together from the first of each layer on, wherever a thread's share begins."""
+    note(f"{before=} {rows=} {threads=} {dtype=}")
+    torch.manual_seed(rows)
+    ids, torch_threads = np.arange(rows) % 9, torch.get_num_threads()
+    linears = [Linear(torch.randn(count, 128).bfloat16().to(dtype)) for count, _ in [*before, (64, True)]]
+    are_indexed = [*(is_indexed for _, is_indexed in before), True]
+    packed = [
+        blocks.smallest(linear, dtype) if is_indexed and blocks.can_index(dtype) else linear
+        for linear, is_indexed in zip(linears, are_indexed, strict=True)
+    ]
+    x, outs = Value(128), tuple(Value(linear.outputs) for linear in linears)
+    embed = Embed(x, torch.randn(9, 128).to(dtype))
+    made = [embed, Products(x, tuple(packed), outs), Logits(outs[-1], Linear(torch.eye(64).to(dtype)))]
+    torch.set_num_threads(threads)
+    try:
+        logits, *_ = Executor(Program(made)).run([Rows(ids, ids, [], [], [], 0)], {})
+    finally:
+        torch.set_num_threads(torch_threads)
+    expected = embed.weight[ids].double() @ linears[-1].weight.double().T
+    assert relative_error(logits, expected) < (1e-5 if dtype == torch.float32 else 2e-2)
