@@ -24,16 +24,17 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 from server_process import ENVIRONMENT, ROOT, SERVE, ask, connect, running
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from tokenizers import Tokenizer, decoders, models, normalizers
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from lookahead import DEMO_MODEL, NgramPool
 from lookahead.stats import Stats
 from lookahead.tools.cli import main
 from lookahead.tools.server import make_app
-from lookahead.tools.server.answering import Pieces, Probabilities, Writer, _top_k
+from lookahead.tools.server.answering import Pieces, Probabilities, Words, Writer, _top_k
 from lookahead.tools.server.app import Server
 from lookahead.tools.server.metrics import Metrics, exposition
-from lookahead.tools.server.parsing import REASONING, TEXT
+from lookahead.tools.server.parsing import REASONING, TEXT, Parser
 from lookahead.tools.server.prefixes import Prefixes
 
 MODEL = "demo_model"  # the packaged one
@@ -266,34 +267,76 @@ def test_a_piece_is_held_back_for_a_stop_string_alone(pieces, stops):
         assert not held or any(stop.startswith(held) for stop in stops)
 
 
+def told(tokenizer, steps: list[list[int]], stops: tuple[str, ...], parser: Parser | None = None) -> list[Words]:
+    """Return the pieces of an answer that steps write, with the probabilities of their tokens."""
+    pieces, all_ids = [], torch.zeros(1, 1, dtype=torch.long)
+    probabilities = Probabilities(tokenizer, 1, 0)
+    writer = Writer(tokenizer, parser, stops, probabilities, pieces.append)
+    writer.put(all_ids)
+    writer.begin([], Stats())
+    for step in steps:
+        for token in step:
+            probabilities(all_ids, torch.zeros(1, len(tokenizer)))
+            writer.put(torch.tensor([token]))
+            all_ids = torch.cat([all_ids, torch.tensor([[token]])], 1)
+        writer.record(0, None, None, [], [])
+    writer.end()
+    return pieces
+
+
 @given(st.text("ab \n\u00e9\U0001f389", max_size=8), st.booleans(), st.randoms())
 def test_probabilities_do_not_depend_on_the_steps(tokenizer, text, ends, random):
     """How many tokens a step writes depends on guesses."""
     ids = tokenizer(text).input_ids + [tokenizer.eos_token_id] * ends
-
-    def told(steps: list[list[int]]) -> list[tuple[str, list[tuple[str, int]]]]:
-        """Return the pieces, and the tokens of their probabilities with their places."""
-        pieces, all_ids = [], torch.zeros(1, 1, dtype=torch.long)
-        probabilities = Probabilities(tokenizer, 1, 0)
-        writer = Writer(tokenizer, None, ("\n\n",), probabilities, pieces.append)
-        writer.put(all_ids)
-        writer.begin([], Stats())
-        for step in steps:
-            for token in step:
-                probabilities(all_ids, torch.zeros(1, len(tokenizer)))
-                writer.put(torch.tensor([token]))
-                all_ids = torch.cat([all_ids, torch.tensor([[token]])], 1)
-            writer.record(0, None, None, [], [])
-        writer.end()
-        return [(piece.text, [(each.token, each.offset) for each in piece.likelihoods]) for piece in pieces]
-
     cuts = sorted(random.sample(range(len(ids) + 1), random.randint(0, len(ids))))
     steps = [ids[at:end] for at, end in zip([0, *cuts], [*cuts, len(ids)], strict=True)]
-    pieces = told(steps)
-    assert pieces == told([[token] for token in ids])
-    offsets = [offset for _, tokens in pieces for _, offset in tokens]
+    pieces = told(tokenizer, steps, ("\n\n",))
+    assert pieces == told(tokenizer, [[token] for token in ids], ("\n\n",))
+    offsets = [each.offset for piece in pieces for each in piece.likelihoods]
     whole = [tokenizer.decode(ids[:at], skip_special_tokens=True).rstrip("\ufffd") for at in range(len(offsets))]
     assert offsets == list(map(len, whole))  # also in the middle of a character
+
+
+ENDS_CONTENT = {"defaults": {}, "start_anchor": "~", "fields": {"content": {"content": "text", "close": "<|end|>"}}}
+
+
+@given(
+    st.lists(st.sampled_from(["a", "b", "ab", "aab", " ", "\n", "\u00e9", "\U0001f389"]), max_size=8).map("".join),
+    st.lists(st.text("ab \u00e9\U0001f389", min_size=1, max_size=4), max_size=2),
+    st.booleans(),
+)
+def test_only_tokens_whose_text_is_sent_have_probabilities(tokenizer, text, stops, is_parsed):
+    """Not those of a stop string, of blanks that are left out, or of the end. Their bytes make the text."""
+    ids = [*tokenizer(text).input_ids, tokenizer.eos_token_id]
+    parser = Parser(tokenizer, ENDS_CONTENT, "~", None) if is_parsed else None
+    sent, written = "", []
+    for piece in told(tokenizer, [[token] for token in ids], tuple(stops), parser):
+        sent += piece.text
+        written += [each.bytes for each in piece.likelihoods]
+        everything, last = b"".join(written), written[-1] if written else b""
+        if is_parsed:  # the answer may begin with blanks
+            lead = len(text) - len(text.lstrip())
+            sent_bytes = (text[:lead] + sent).encode()
+        else:
+            sent_bytes = sent.encode()
+        assert everything.startswith(sent_bytes), (everything, sent_bytes)
+        assert len(everything) - len(last) < len(sent_bytes), (written, sent)
+
+
+def test_tokens_are_named_by_what_they_add_to_a_text():
+    """Words of such tokenizers begin with a space that decoders drop at the beginning; other bytes are tokens."""
+    names = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", "a", "\u2581there", "\ufffd"]
+    core = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, [], unk_token="<unk>", byte_fallback=True))
+    core.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    core.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    fast = PreTrainedTokenizerFast(tokenizer_object=core)
+    parts = [f"<0x{byte:02X}>" for byte in "\u6f22".encode()]
+    ids = [names.index(name) for name in ("a", "\u2581there", *parts, "\ufffd")]
+    found = [each for piece in told(fast, [[token] for token in ids], ()) for each in piece.likelihoods]
+    assert [each.token for each in found] == ["a", " there", "\ufffd", "\ufffd", "\ufffd", "\ufffd"]
+    assert b"".join(each.bytes for each in found) == "a there\u6f22\ufffd".encode()
 
 
 @given(st.lists(st.sampled_from([-math.inf, -2.0, -1.0, 0.5, 3.0]), min_size=1, max_size=30), st.integers(0, 30))
@@ -531,6 +574,22 @@ def test_a_call_that_cannot_be_read_is_text():
 THINKING = TEMPLATE | {
     "fields": {"reasoning_content": {"open": "<think>", "close": "</think>", "content": "text"}, **TEMPLATE["fields"]}
 }
+
+
+@given(st.randoms())
+def test_tokens_behind_the_call_that_ends_an_answer_do_not_count(tokenizer, random):
+    """A step may have written some of them."""
+    call = '<tool>{"name": "f", "arguments": {}}</tool>'
+    ids = tokenizer(f"see {call} and {call} more").input_ids
+    cuts = sorted(random.sample(range(len(ids) + 1), 4))
+    writer = Writer(tokenizer, Parser(tokenizer, TEMPLATE, "~", None), (), None, lambda piece: None, lambda: None)
+    writer.put(torch.zeros(1, 1, dtype=torch.long))
+    writer.begin([], Stats())
+    for at, end in zip([0, *cuts], [*cuts, len(ids)], strict=True):
+        writer.put(torch.tensor(ids[at:end]))
+        writer.record(0, None, None, [], [])
+    writer.end()
+    assert tokenizer.decode(ids[: writer.count]).strip() == f"see {call}"
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
 """From tokens to what a client is told: text, parts of an answer, stop strings, probabilities, and how it has ended."""
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,31 +11,43 @@ from transformers import GenerationConfig, LogitsProcessor, PreTrainedTokenizerB
 
 from lookahead.engine.recording import Recorder
 from lookahead.extending import Stats, Step
-from lookahead.streaming import CONTEXT, StopWhenAsked, TextPieces, without_half_character
+from lookahead.streaming import (
+    BYTE_TOKEN,
+    CONTEXT,
+    UNDECODED,
+    StopWhenAsked,
+    TextPieces,
+    without_half_character,
+)
 from lookahead.tools.server.parsing import TEXT, Call, Parser, Part, Trim
 from lookahead.tools.server.thinking import ReasoningTokens
 from ngram_pool import GuessTree
 
 BYTES = 4  # tokens that a character may take
+SEEN = {*range(33, 127), *range(161, 173), *range(174, 256)}
+# What byte-level tokenizers (GPT-2's and later ones) write for each byte, in order.
+LETTERS = "".join(chr(b if b in SEEN else 256 + sum(other not in SEEN for other in range(b))) for b in range(256))
 
 
 @dataclass(frozen=True)
 class Likelihood:
     """A token and its log probability, before temperature and what else only sampling reads.
 
+    token: what it adds to a text. bytes: those of the text, joined, are those of its tokens.
     top_k: the most probable tokens and theirs. offset: characters of the answer before it; a token in the middle of a
         character stands where that character begins.
     """
 
     token: str
+    bytes: bytes
     logprob: float
-    top_k: list[tuple[str, float]]
+    top_k: tuple["Likelihood", ...] = ()
     offset: int = 0
 
 
 @dataclass(frozen=True)
 class Words:
-    """A piece of an answer. kind: TEXT or REASONING. likelihoods: of its tokens, if asked for."""
+    """A piece of an answer. kind: TEXT or REASONING. likelihoods: of the tokens up to its last one, if asked for."""
 
     kind: str
     text: str
@@ -152,7 +165,8 @@ def undecided(text: str, stops: tuple[str, ...]) -> int:
 class Writer(Recorder):
     """A streamer that hands an answer on, piece by piece. Tokens that one step has written make one piece.
 
-    With probabilities, each token makes one, so that a piece has those of its own tokens, however many a step writes.
+    With probabilities, each token makes one, so that a piece has those of its own tokens, however many a step writes;
+    and also where an answer ends with its first call, so that the tokens behind it do not count.
     """
 
     def __init__(
@@ -173,8 +187,10 @@ class Writer(Recorder):
         self._pieces, self._trim = Pieces(stops), Trim()
         self._probabilities = probabilities
         self._send = send
+        self._fed: deque[tuple[int, int]] = deque([(0, 0)])  # characters given to pieces, and tokens that wrote them
+        self._taken = 0  # characters that pieces have given back
         self._new: list[int] = []
-        self._length = 0  # characters of their text so far
+        self._length = 0  # characters of the text of all tokens
         self._has_prompt = False
         self.count = 0
         """Tokens of the answer."""
@@ -228,8 +244,10 @@ class Writer(Recorder):
         new, self._new = self._new, []
         if new and self._probabilities is not None:
             self._probabilities.see(new[-1:])
-        size = len(new) if self._probabilities is None else 1
+        size = len(new) if self._probabilities is None and self._end_text is None else 1
         for at in range(0, len(new), size or 1):
+            if self._has_its_call:
+                return
             self.count += size
             if self._probabilities is not None:
                 self._probabilities.place(self._length)
@@ -252,7 +270,7 @@ class Writer(Recorder):
         if not text:
             return
         if self._parser is None:
-            self._words(self._pieces.feed(TEXT, text))
+            self._feed(TEXT, text)
         else:
             self._parts(self._parser.feed(text))
 
@@ -268,7 +286,7 @@ class Writer(Recorder):
         if self._has_its_call:
             return
         if not isinstance(part, Call):
-            self._words(self._pieces.feed(*part))
+            self._feed(*part)
             return
         self._words(self._pieces.release())
         self._trim.drop()
@@ -278,8 +296,13 @@ class Writer(Recorder):
             if self._end_text is not None:
                 self._end_text()
 
+    def _feed(self, kind: str, text: str) -> None:
+        self._fed.append((self._fed[-1][0] + len(text), self.count))
+        self._words(self._pieces.feed(kind, text))
+
     def _words(self, pieces: Sequence[tuple[str, str]]) -> None:
         for kind, text in pieces:
+            self._taken += len(text)
             if self._parser is not None and not (text := self._trim.feed(kind, text)):
                 continue
             if kind == TEXT:
@@ -287,7 +310,10 @@ class Writer(Recorder):
             self._send(Words(kind, text, self._likelihoods(), self.count, self.reasoning))
 
     def _likelihoods(self) -> list[Likelihood]:
-        return self._probabilities.told(self.count) if self._probabilities is not None else []
+        """Return those of the tokens that have written what is sent: what is held back may never be."""
+        while self._fed[0][0] < self._taken - len(self._trim.blanks):
+            self._fed.popleft()
+        return self._probabilities.told(self._fed[0][1]) if self._probabilities is not None else []
 
 
 class Probabilities(LogitsProcessor):
@@ -296,6 +322,9 @@ class Probabilities(LogitsProcessor):
     def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: int, count: int):
         """count: of the likeliest tokens that are named with each."""
         self._tokenizer, self._prompt, self._count = tokenizer, prompt, count
+        # Decoders drop the space before a first word, so each token is decoded behind another one.
+        self._before: list[int] = tokenizer("a", add_special_tokens=False).input_ids[-1:]
+        self._length = len(str(tokenizer.decode(self._before)))
         self._row: np.ndarray | None = None  # of the token that comes next
         self._told: list[Likelihood] = []  # of all tokens
         self._offsets: list[int] = []
@@ -311,9 +340,17 @@ class Probabilities(LogitsProcessor):
         if self._row is None or not last:
             return
         row, self._row = self._row, None
-        top_k = _top_k(row, self._count)
-        token, *named = ((str(self._tokenizer.decode([one])), _finite(row[one])) for one in (last[0], *top_k))
-        self._told.append(Likelihood(*token, named))
+        token, *top_k = (self._likelihood(one, row[one]) for one in (last[0], *_top_k(row, self._count)))
+        self._told.append(replace(token, top_k=tuple(top_k)))
+
+    def _likelihood(self, token: int, logprob: float) -> Likelihood:
+        text = str(self._tokenizer.decode([*self._before, token]))[self._length :]
+        own, written = text.encode(errors="replace"), str(self._tokenizer.convert_ids_to_tokens(token))
+        if UNDECODED in text and BYTE_TOKEN.fullmatch(written):
+            own = bytes.fromhex(written[3:5])
+        elif UNDECODED in text and not set(written) - set(LETTERS):
+            own = bytes(map(LETTERS.index, written))
+        return Likelihood(text, own, max(float(logprob), -9999.0))  # JSON has no infinity
 
     def place(self, offset: int) -> None:
         """Note where the next token stands: how many characters come before it."""
@@ -332,10 +369,6 @@ def _top_k(row: np.ndarray, count: int) -> list[int]:
         return []
     candidates = np.flatnonzero(row >= np.partition(row, -count)[-count])
     return candidates[np.argsort(-row[candidates], kind="stable")[:count]].tolist()
-
-
-def _finite(logprob: float) -> float:
-    return max(float(logprob), -9999.0)  # JSON has no infinity
 
 
 class Penalties(LogitsProcessor):

@@ -121,21 +121,23 @@ def called(name: str, call: Call) -> dict:
 def probabilities(of: list[Likelihood]) -> dict:
     """Return probabilities as chat completions have them."""
 
-    def one(token: str, logprob: float) -> dict:
-        return {"token": token, "logprob": logprob, "bytes": list(token.encode(errors="replace"))}
+    def one(of: Likelihood) -> dict:
+        return {"token": of.token, "logprob": of.logprob, "bytes": list(of.bytes)}
 
-    return {
-        "content": [
-            one(each.token, each.logprob) | {"top_logprobs": [one(*likely) for likely in each.top_k]} for each in of
-        ]
-    }
+    return {"content": [one(each) | {"top_logprobs": list(map(one, each.top_k))} for each in of]}
 
 
 def old_probabilities(of: list[Likelihood]) -> dict:
-    """Return probabilities as completions have them."""
+    """Return probabilities as completions have them. Of tokens with one text, the likeliest counts."""
+
+    def text(of: Likelihood) -> str:
+        if of.token.encode(errors="replace") == of.bytes:
+            return of.token
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in of.bytes)  # as OpenAI writes parts of a character
+
     return {
-        "tokens": [each.token for each in of],
+        "tokens": list(map(text, of)),
         "token_logprobs": [each.logprob for each in of],
-        "top_logprobs": [dict(each.top_k) for each in of],
+        "top_logprobs": [{text(one): one.logprob for one in reversed(each.top_k)} for each in of],
         "text_offset": [each.offset for each in of],
     }

@@ -161,22 +161,24 @@ class Trim:
     """Leaves out the blanks around reasoning and text, which the marks between the parts of an answer leave."""
 
     def __init__(self) -> None:
-        self._kind, self._blanks, self._has_begun = TEXT, "", False
+        self._kind, self._has_begun = TEXT, False
+        self.blanks = ""
+        """Those that are held back: they may be the last ones."""
 
     def feed(self, kind: str, text: str) -> str:
         """Return what is certain of a text of this kind."""
         if kind != self._kind:
-            self._kind, self._blanks, self._has_begun = kind, "", False
-        text = self._blanks + text
+            self._kind, self.blanks, self._has_begun = kind, "", False
+        text = self.blanks + text
         if not self._has_begun:
             text = text.lstrip()
         shown = text.rstrip()
-        self._blanks, self._has_begun = text[len(shown) :], self._has_begun or bool(shown)
+        self.blanks, self._has_begun = text[len(shown) :], self._has_begun or bool(shown)
         return shown
 
     def drop(self) -> None:
         """Leave out the blanks so far: a call follows."""
-        self._blanks = ""
+        self.blanks = ""
 
 
 def _is_call(value: Any) -> bool:
