@@ -30,10 +30,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import lookahead
 from lookahead import DEMO_MODEL, LookaheadConfig
 from lookahead.tools.server import app, arriving
-from lookahead.tools.server.answering import End
-from lookahead.tools.server.app import Server
+from lookahead.tools.server.answering import End, Words
+from lookahead.tools.server.app import Exchange, Server
 from lookahead.tools.server.arriving import Bodies
-from lookahead.tools.server.fields import Wishes
+from lookahead.tools.server.chats import Completion
+from lookahead.tools.server.fields import Asked, Wishes
+from lookahead.tools.server.parsing import TEXT
 from lookahead.tools.server.reading import Prompt
 
 FIXED_GUESSES = LookaheadConfig(budget=6, window_size=2, ngram_size=3)
@@ -538,6 +540,53 @@ def test_a_client_that_goes_while_its_answers_begin_has_none():
             time.sleep(0.5)
         time.sleep(1.5)
         assert ask(address, COMPLETION, prompt="x", max_tokens=2)[0] == 200
+
+
+def streaming(sent: list[bytes]) -> tuple[Exchange, asyncio.Task]:
+    """Return an exchange whose answer comes as a stream, without a server, and what streams it."""
+
+    async def send(message: dict) -> None:
+        sent.append(message.get("body", b""))
+
+    exchange = Exchange(None, COMPLETION, {}, None, send)
+    form = Completion(Asked(streams=True), "m", [Prompt([1], [])], 1)
+    return exchange, asyncio.ensure_future(exchange._stream(form))
+
+
+@pytest.mark.parametrize("later", range(6))
+def test_a_stream_that_is_cancelled_as_a_piece_comes_ends(later):
+    """asyncio.wait_for swallows a cancellation then, up to Python 3.11, and the answer was written to its end.
+
+    later: turns of the event loop between the piece and the cancellation.
+    """
+
+    async def ends() -> bool:
+        exchange, task = streaming([])
+        await asyncio.sleep(0.01)
+        exchange._pieces.put_nowait((0, Words(TEXT, "x", [], 1, 0)))
+        for _ in range(later):
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait({task}, timeout=5)
+        return task.cancelled()
+
+    assert asyncio.run(ends())
+
+
+def test_a_stream_pings_while_nothing_comes(monkeypatch):
+    monkeypatch.setattr(app, "PING", 0.1)
+
+    async def sent() -> list[bytes]:
+        exchange, task = streaming(said := [])
+        await asyncio.sleep(0.35)
+        exchange._pieces.put_nowait((0, End("stop", None, 1, 0, 0)))
+        await task
+        return said
+
+    _, *pings, end, done = asyncio.run(sent())
+    assert set(pings) == {b": ping\n\n"}
+    assert b'"finish_reason": "stop"' in end
+    assert done == b"data: [DONE]\n\n"
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -334,7 +334,7 @@ class Exchange:
         self._status, self._is_complete = "cancelled", False
         self._began, self._first_text = time.perf_counter(), 0.0
         self._answers: list[Answer] = []
-        self._pieces: asyncio.Queue[tuple[int, Piece | Exception]] = asyncio.Queue()
+        self._pieces: asyncio.Queue[tuple[int, Piece | Exception] | None] = asyncio.Queue()  # None: nothing for long
         self._form: Form | None = None
         self._gone: asyncio.Future[Any] | None = None  # done when the client goes, has all, or is given up
         self._client = host_of(scope.get("client"))
@@ -442,12 +442,12 @@ class Exchange:
     async def _gather(self, form: Form) -> None:
         """Answer with one object."""
         while not form.is_whole:
-            number, piece = await self._pieces.get()
-            if isinstance(piece, Exception):
-                await self._fail(piece)
-                return
-            self._note(piece)
-            list(form.add(number, piece))
+            for number, piece in await self._next():
+                if isinstance(piece, Exception):
+                    await self._fail(piece)
+                    return
+                self._note(piece)
+                list(form.add(number, piece))
         # Long answers with probabilities take seconds.
         await self._respond(await asyncio.to_thread(lambda: JSONResponse(form.object())))
 
@@ -457,13 +457,9 @@ class Exchange:
         await self._send({"type": "http.response.start", "status": 200, "headers": headers})
         await self._send_text("".join(form.begin()))
         while not form.is_whole:
-            try:
-                found = [await asyncio.wait_for(self._pieces.get(), PING)]
-            except asyncio.TimeoutError:
+            if not (found := await self._next()):
                 await self._send_text(form.ping())
                 continue
-            while not self._pieces.empty():
-                found.append(self._pieces.get_nowait())
             failed = next((piece for _, piece in found if isinstance(piece, Exception)), None)
             pieces = [(number, piece) for number, piece in found if not isinstance(piece, Exception)]
             for _, piece in pieces:
@@ -475,6 +471,18 @@ class Exchange:
             if failed is not None:
                 return
         await self._send_text(await asyncio.to_thread(lambda: "".join(form.end())), more=False)
+
+    async def _next(self) -> list[tuple[int, Piece | Exception]]:
+        """Return the pieces that have come, when there are any; none if that takes long.
+
+        asyncio.wait_for swallows a cancellation where a piece comes with it, up to Python 3.11.
+        """
+        late = asyncio.get_running_loop().call_later(PING, self._pieces.put_nowait, None)
+        found = [await self._pieces.get()]
+        late.cancel()
+        while not self._pieces.empty():
+            found.append(self._pieces.get_nowait())
+        return [one for one in found if one is not None]
 
     @staticmethod
     def _written(form: Form, pieces: list[tuple[int, Piece]], failed: Exception | None) -> str:
