@@ -26,7 +26,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lookahead.engine.engine import Lookahead
+from lookahead import Lookahead
 from lookahead.extending import context_length, vocabulary_of
 from lookahead.tools.chat import PLAIN_TEMPLATE
 from lookahead.tools.files import read_text

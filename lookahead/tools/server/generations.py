@@ -22,8 +22,8 @@ from transformers import (
     StoppingCriteriaList,
 )
 
+from lookahead import Lookahead
 from lookahead.compat import CACHE
-from lookahead.engine.engine import Lookahead
 from lookahead.extending import GuessSource, context_length, vocabulary_of
 from lookahead.models.cache import CountedCache
 from lookahead.passes.fused import FusedRunner

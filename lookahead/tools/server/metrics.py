@@ -4,7 +4,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping
 
-from lookahead.engine.engine import Lookahead
+from lookahead import Lookahead
 from lookahead.tools.server.prefixes import Prefixes
 
 
