@@ -3,6 +3,9 @@
 transformers has such modules, too. They need a kernel that is published for the device; for CPUs there is none.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import torch
 from torch import nn
@@ -18,7 +21,37 @@ def unpacked(blocks: torch.Tensor, form: Format) -> torch.Tensor:
     return torch.from_numpy(np.ascontiguousarray(numbers)).to(blocks.device)
 
 
-class BlocksLinear(nn.Module):
+class _InBlocks(nn.Module):
+    """A module whose weight is in blocks. Its state dict has the numbers, as that of any other model has."""
+
+    weight: nn.Parameter
+    form: Format
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_state_dict_post_hook(_save_numbers)
+        self.register_load_state_dict_pre_hook(_load_numbers)
+
+
+def _save_numbers(module: _InBlocks, state: dict[str, Any], prefix: str, metadata: object) -> None:
+    """Put the numbers of a module into a state dict, in the place of its blocks."""
+    state[f"{prefix}weight"] = unpacked(module.weight.detach(), module.form)
+
+
+def _load_numbers(
+    module: _InBlocks, state: dict[str, Any], prefix: str, metadata: object, strict: bool, *messages: list[str]
+) -> None:
+    """Let a module keep its blocks if the numbers in a state dict are theirs; else this is an error."""
+    given, name = state.get(f"{prefix}weight"), f"{prefix}weight"
+    if given is None or (given.dtype, given.shape) == (torch.uint8, module.weight.shape):
+        return
+    state[name] = module.weight  # copied to itself, which writes to no page of the file
+    numbers = unpacked(module.weight.detach(), module.form)
+    if given.shape != numbers.shape or not torch.equal(given.to(numbers), numbers):
+        messages[-1].append(f"{name} is in blocks of {module.form.name}, which cannot hold these numbers")
+
+
+class BlocksLinear(_InBlocks):
     """A linear layer whose weight is in blocks.
 
     On a CPU it multiplies with them by our kernel, in float32. Elsewhere, in other dtypes and where gradients are asked
@@ -42,17 +75,22 @@ class BlocksLinear(nn.Module):
         return f"{self.form.name}, bias={self.bias is not None}"
 
 
-class BlocksEmbedding(nn.Module):
-    """An embedding whose rows are in blocks. They are unpacked to float32."""
+class BlocksEmbedding(_InBlocks):
+    """An embedding whose rows are in blocks. They are unpacked to float32, or to what the model was cast to."""
 
     embed_scale: torch.Tensor | None
 
     def __init__(self, weight: nn.Parameter, form: Format, embed_scale: torch.Tensor | None = None):
         """weight: uint8 [tokens, bytes of a row], of this form. embed_scale: what rows are multiplied by, or None."""
         super().__init__()
-        self.weight, self.form = weight, form
+        self.weight, self.form, self.dtype = weight, form, torch.float32
         self.register_buffer("embed_scale", embed_scale, persistent=False)
 
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "BlocksEmbedding":
+        """What `to`, `half` and the like call for each module. No tensor here is of the dtype that they change."""
+        self.dtype = fn(torch.empty(0, dtype=self.dtype, device="cpu")).dtype
+        return super()._apply(fn, recurse)
+
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        rows = unpacked(self.weight[ids.flatten()], self.form).view(*ids.shape, -1)
+        rows = unpacked(self.weight[ids.flatten()], self.form).view(*ids.shape, -1).to(self.dtype)
         return rows if self.embed_scale is None else rows * self.embed_scale.to(rows.dtype)

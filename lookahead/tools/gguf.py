@@ -22,8 +22,11 @@ from lookahead.cpu.products import Format
 from lookahead.models.families import UnknownModelError, page_of
 
 _VERSIONS = 2, 3
-_ALIGNMENT = 32  # of tensors, if the file says no other
+_SETTINGS = {"general.alignment": 32, "general.architecture": None}
+"""What the metadata say of the file itself, and what holds if they do not."""
+_KINDS = {kind.value: kind for kind in GGMLQuantizationType}
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_MOST_DIMENSIONS = 4  # GGML_MAX_DIMS
 _TEXT, _ARRAY = 8, 9  # types of metadata that have no fixed size
 
 
@@ -36,7 +39,8 @@ def load_gguf(path: str | os.PathLike) -> PreTrainedModel:
     model if blocks would keep its passes from being one call: without our C++, in a family without a page, and where
     transformers converts a file by rules of its own (Qwen3.5 and LFM2 from 5.24 on).
 
-    Raises ImportError without gguf and accelerate, OSError and ValueError for a file that cannot be read.
+    Raises ImportError without gguf and accelerate, OSError and ValueError for a file that cannot be read, and
+    RuntimeError for one whose tensors do not fit the settings that it says.
     """
     path = Path(path)
     file = _File(path)
@@ -56,8 +60,13 @@ def _in_blocks(file: "_File", path: Path) -> PreTrainedModel:
     from accelerate import init_empty_weights
 
     config = config_of(str(path))
-    with init_empty_weights():
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.float32)
+    if (layers := config.get("num_hidden_layers", 0)) > len(file.tensors):  # before so many are made
+        raise ValueError(f"{path} says that it has {layers} layers, and has {len(file.tensors)} tensors")
+    try:
+        with init_empty_weights():
+            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.float32)
+    except Exception as error:  # its class depends on what is wrong
+        raise ValueError(f"transformers makes no model of the settings in {path}: {error}") from error
     conversion = Conversion(model, file.architecture, config)
     mapped = torch.from_file(str(path), size=path.stat().st_size, dtype=torch.uint8)
     numbers: dict[str, torch.Tensor] = {}
@@ -113,11 +122,20 @@ class _Tensor(NamedTuple):
     """From where the first tensor begins."""
 
 
+def _is_whole(tensor: _Tensor) -> bool:
+    """Whether it has as many dimensions as a tensor may have, numbers in all of them, and whole blocks."""
+    is_tensor = 0 < len(tensor.shape) <= _MOST_DIMENSIONS and all(tensor.shape)
+    return is_tensor and tensor.shape[-1] % GGML_QUANT_SIZES[tensor.kind][0] == 0
+
+
 class _File:
     """What a GGUF file says of its tensors (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md)."""
 
     def __init__(self, path: Path):
-        """Raises ValueError if it cannot be read."""
+        """Raises ValueError if it cannot be read.
+
+        Nothing is taken for granted: counts and sizes are compared with what the file holds before they are used.
+        """
         self.tensors: dict[str, _Tensor] = {}
         self._at = 0
         metadata: dict[str, Any] = {}
@@ -134,14 +152,19 @@ class _File:
                     (dimensions,) = self._next("I")
                     shape = self._next(f"{dimensions}Q")[::-1]
                     kind, offset = self._next("IQ")
-                    self.tensors[name] = _Tensor(shape, GGMLQuantizationType(kind), offset)
-                alignment = metadata.get("general.alignment", _ALIGNMENT)
-                self._start = -(-self._at // alignment) * alignment
-                self.architecture = str(metadata["general.architecture"])
-                for tensor in self.tensors.values():
+                    if kind not in _KINDS:
+                        raise ValueError(f"{path} has a tensor of type {kind}, which gguf does not know")
+                    self.tensors[name] = _Tensor(shape, _KINDS[kind], offset)
+                alignment, architecture = (metadata.get(name, default) for name, default in _SETTINGS.items())
+                if not (isinstance(alignment, int) and alignment > 0 and isinstance(architecture, str)):
+                    raise ValueError(f"{path} says the alignment {alignment!r} and the architecture {architecture!r}")
+                self._start, self.architecture = -(-self._at // alignment) * alignment, architecture
+                for name, tensor in self.tensors.items():
+                    if not _is_whole(tensor):
+                        raise ValueError(f"{path} has a tensor {name} of {tensor.kind.name} and shape {tensor.shape}")
                     first, shape = self._place(tensor)
                     self._bytes[first + math.prod(shape) - 1]
-            except (struct.error, IndexError, KeyError, UnicodeDecodeError) as error:
+            except (struct.error, IndexError, KeyError, UnicodeDecodeError, RecursionError) as error:
                 raise ValueError(f"{path} is torn, or no GGUF file") from error
 
     def blocks(self, mapped: torch.Tensor, tensor: _Tensor) -> torch.Tensor:
@@ -173,6 +196,8 @@ class _File:
         kind, count = self._next("IQ")
         if kind in _NUMBERS:
             self._at += count * struct.calcsize("<" + _NUMBERS[kind])
+            if self._at > len(self._bytes):
+                raise IndexError("an array ends behind the file")
         else:
             for _ in range(count):
                 self._value(kind)

@@ -1,5 +1,7 @@
 """Files whose weights stay in their blocks: the model is the one that transformers unpacks, to the last bit."""
 
+import struct
+
 import gguf
 import numpy as np
 import pytest
@@ -160,6 +162,92 @@ def test_a_torn_file_is_refused(tmp_path):
         path.write_bytes(content[:length])
         with pytest.raises(ValueError, match=r"torn|no GGUF file|empty"):
             lookahead.load_gguf(path)
+
+
+def test_a_saved_model_is_the_one_that_transformers_unpacks(tmp_path):
+    write(tmp_path / "tiny.gguf", tiny_model("qwen2", **SIZES), READ)
+    plain, model = by_transformers(tmp_path / "tiny.gguf"), lookahead.load_gguf(tmp_path / "tiny.gguf")
+    lookahead.wrap(model).save_pretrained(tmp_path / "saved")
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
+    for name, weight in plain.state_dict().items():
+        assert torch.equal(saved.state_dict()[name], weight), name
+    model.load_state_dict(plain.state_dict())
+    assert texts(model) == texts(plain)
+    plain.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        plain.lm_head.weight[3, 5] += 1
+    with pytest.raises(RuntimeError, match=r"lm_head.weight is in blocks of .*, which cannot hold these numbers"):
+        model.load_state_dict(plain.state_dict())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("family", ["qwen2", "gemma3_text"])
+def test_a_model_in_blocks_is_cast_as_any_other(tmp_path, family, dtype):
+    write(tmp_path / "tiny.gguf", tiny_model(family, **SIZES, head_dim=64), READ)
+    plain, model = by_transformers(tmp_path / "tiny.gguf"), lookahead.load_gguf(tmp_path / "tiny.gguf")
+    wrapped, ids = lookahead.wrap(lookahead.load_gguf(tmp_path / "tiny.gguf")), torch.arange(3, 30)[None]
+    wrapped.generate(ids, max_new_tokens=4)
+    with torch.no_grad():
+        expected, found = plain.to(dtype)(ids).logits, model.to(dtype)(ids).logits
+    assert found.dtype == dtype
+    assert torch.equal(found, expected)
+    written = [one.to(dtype).generate(ids, max_new_tokens=12).tolist() for one in (plain, wrapped)]
+    assert written[0] == written[1]
+
+
+def text(value):
+    return struct.pack("<Q", len(value)) + value
+
+
+def setting(name, kind, form, *values):
+    return text(name) + struct.pack("<I" + form, kind, *values)
+
+
+ARCHITECTURE = setting(b"general.architecture", 8, "Q5s", 5, b"llama")
+NESTED = struct.pack("<IQ", 9, 1) * 9999
+SMALL = {
+    "block_count": 1, "context_length": 64, "embedding_length": 32, "feed_forward_length": 32, "vocab_size": 20,
+    "attention.head_count": 2, "attention.head_count_kv": 2,
+}  # fmt: skip
+
+
+def of_llama(**changed):
+    return [setting(f"llama.{name}".encode(), 4, "I", value) for name, value in (SMALL | changed).items()]
+
+
+def tensor_of(shape, kind=0, offset=0):
+    return text(b"token_embd.weight") + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, kind, offset)
+
+
+@pytest.mark.parametrize(
+    ("settings", "tensors", "reason"),
+    [
+        ([setting(b"x", 9, "IQ", 12, 2**64 - 1)], [], "torn"),
+        ([setting(b"x", 9, "IQ", 7, 2**63 - 1), *of_llama()], [], "torn"),
+        ([setting(b"x", 9, "IQ", 9, 1) + NESTED], [], "torn"),
+        ([setting(b"general.alignment", 4, "I", 0)], [], "the alignment 0"),
+        ([setting(b"general.alignment", 5, "i", -32)], [], "the alignment -32"),
+        ([setting(b"general.alignment", 8, "Q1s", 1, b"x")], [], "the alignment 'x'"),
+        ([setting(b"general.architecture", 4, "I", 7)], [], "the architecture 7"),
+        (of_llama(), [tensor_of([])], "of F32 and shape"),
+        (of_llama(), [tensor_of([1] * 99)], "of F32 and shape"),
+        (of_llama(), [tensor_of([0, 20])], "of F32 and shape"),
+        (of_llama(), [tensor_of([33, 20], kind=8)], "of Q8_0 and shape"),
+        (of_llama(), [tensor_of([32, 20], kind=999)], "type 999, which gguf does not know"),
+        (of_llama(), [tensor_of([32, 20], offset=2**64 - 1)], "torn"),
+        (of_llama(), [tensor_of([2**32, 2**32])], "torn"),
+        ([], [], "32 layers, and has 0 tensors"),
+        (of_llama(block_count=2**31), [tensor_of([32, 20])], "2147483648 layers, and has 1 tensors"),
+        (of_llama(embedding_length=0), [tensor_of([32, 20])], "no model of the settings"),
+        (of_llama(**{"attention.head_count": 0}), [tensor_of([32, 20])], "no model of the settings"),
+    ],
+)
+def test_a_hostile_file_is_refused(tmp_path, settings, tensors, reason):
+    path, settings = tmp_path / "tiny.gguf", [ARCHITECTURE, *settings]
+    start = struct.pack("<4sIQQ", b"GGUF", 3, len(tensors), len(settings))
+    path.write_bytes(start + b"".join([*settings, *tensors]) + bytes(9999))
+    with pytest.raises(ValueError, match=reason):
+        lookahead.load_gguf(path)
 
 
 def test_metadata_are_read_once(tmp_path, monkeypatch):

@@ -185,6 +185,8 @@ class Page:
         """
         if type(module) is BlocksEmbedding and positions is None:
             weight = self._check(module).weight
+            if module.dtype != torch.float32:
+                raise UnknownModelError("the rows of an embedding in blocks of GGUF are rounded")
             width = Linear(weight, blocks=module.form).inputs
             return self._add(op.Embed(Value(width), weight, factor, format=module.form))
         if type(module) is gguf_class("GgufEmbedding") and not suffix and positions is None:
