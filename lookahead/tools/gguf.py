@@ -60,11 +60,12 @@ def _in_blocks(file: "_File", path: Path) -> PreTrainedModel:
     from accelerate import init_empty_weights
 
     config = config_of(str(path))
-    if (layers := config.get("num_hidden_layers", 0)) > len(file.tensors):  # before so many are made
-        raise ValueError(f"{path} says that it has {layers} layers, and has {len(file.tensors)} tensors")
     try:
+        settings = AutoConfig.for_model(**config)
+        if (layers := getattr(settings, "num_hidden_layers", 0)) > len(file.tensors):  # before so many are made
+            raise ValueError(f"it has {len(file.tensors)} tensors for {layers} layers")
         with init_empty_weights():
-            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.float32)
+            model = AutoModelForCausalLM.from_config(settings, dtype=torch.float32)
     except Exception as error:  # its class depends on what is wrong
         raise ValueError(f"transformers makes no model of the settings in {path}: {error}") from error
     conversion = Conversion(model, file.architecture, config)
