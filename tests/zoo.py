@@ -105,6 +105,11 @@ ALIKE = {
         **{"sliding_window": WINDOW, "global_head_dim": 32, "num_kv_shared_layers": 2, "use_double_wide_mlp": True},
         **{"hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": VOCABULARY},
     },
+    "gemma3n_text": {
+        **{**HEAD, "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2},
+        **{"sliding_window": WINDOW, "num_kv_shared_layers": 2, "activation_sparsity_pattern": [0.6, 0.0, 0.9, 0.0]},
+        **{"hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": VOCABULARY, "laurel_rank": 32},
+    },
     "exaone4": {**HEAD, **MIXED},
     "lfm2_moe": {**EXPERTS, "layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "lfm3": {
@@ -321,5 +326,7 @@ def tiny_model(model_type: str, seed: int = 0, **settings):
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if name.endswith(("e_score_correction_bias", "expert_bias")):  # it is zero at first
                 tensor.normal_(std=0.2)
+            if name.endswith("correct_output_scale"):  # so is this
+                tensor.normal_()
     model.generation_config.pad_token_id = 2
     return model

@@ -35,16 +35,16 @@ constexpr int SPINS = 2048;       // 0.1 ms where a pause takes 140 cycles, a te
 
 // The structures that Python fills are described once, here: each field has 8 bytes, and `describe` says its name and
 // kind. So are the limits that Python keeps: products of an operation, experts of a layer, outputs that threads share out
-// together, bytes of a `Choice`, and inputs that a convolution reads, or that a state holds of each channel, and
-// keys of a head of a state.
+// together, bytes of a `Choice`, and inputs that a convolution reads, or that a state holds of each channel,
+// keys of a head of a state, and streams that are added to others.
 #define LIMITS(DO) DO(MOST_PRODUCTS, 8) DO(MOST_EXPERTS, 512) DO(OUTPUTS_TOGETHER, 16) DO(CHOICE_BYTES, 8) DO(MOST_TAPS, 8) \
-    DO(MOST_STATE_KEYS, 256)
+    DO(MOST_STATE_KEYS, 256) DO(MOST_STREAMS, 8)
 #define KINDS(DO)                                                                                                 \
     DO(EMBED) DO(NORM) DO(NORM_HEADS) DO(PRODUCTS) DO(HEADPRODUCTS) DO(SELECT) DO(JOIN) DO(ROTARY) DO(APPEND) \
     DO(ATTEND) DO(CONVOLVE) DO(DELTA) DO(SCAN) DO(GATE) DO(CLIP) DO(XIELU)                                    \
-    DO(EXPERTS) DO(WEIGH) DO(SCALE) DO(ADD) DO(KEEP) DO(LOGITS)
+    DO(EXPERTS) DO(WEIGH) DO(SCALE) DO(ADD) DO(BLEND) DO(RESCALE) DO(CUT) DO(KEEP) DO(LOGITS)
 #define ACTIVATIONS(DO) DO(SILU) DO(GELU) DO(GELU_TANH) DO(GELU_NEW) DO(GELU_BLOOM) DO(RELU) DO(RELU_SQUARED) \
-    DO(SIGMOID) DO(SOFTPLUS) DO(IDENTITY)
+    DO(SIGMOID) DO(TANH) DO(SOFTPLUS) DO(IDENTITY)
 
 #define OPERATION(FIELD, T)                                                                             \
     FIELD(long, kind)                                                                                   \
@@ -55,7 +55,7 @@ constexpr int SPINS = 2048;       // 0.1 ms where a pause takes 140 cycles, a te
     FIELD(long, width)       /* numbers of a row of x */                                                \
     FIELD(long, size)        /* of these, those of a head, or normed together; or those a router reads */ \
     FIELD(long, value_size)  /* numbers of a head of values, and of what attention makes */             \
-    FIELD(const T*, weight)  /* of a norm, an embedding, heads or taps, or sinks of attention */        \
+    FIELD(const T*, weight)  /* of a norm, an embedding, heads, taps, scales or streams; or sinks of attention */ \
     FIELD(long, format)      /* in which the weights of an embedding are (`Format`) */                  \
     FIELD(const T*, bias)    /* of a norm or taps, or an embedding of positions; or null */             \
     FIELD(const void*, products) /* [count] of `Product`; of experts: the router, then those of each */ \
@@ -95,7 +95,7 @@ constexpr int SPINS = 2048;       // 0.1 ms where a pause takes 140 cycles, a te
     FIELD(long, is_interleaved) /* neighbouring numbers turn together, */                               \
     FIELD(long, separates)   /* and come to stand in two halves */                                      \
     FIELD(long, taps)        /* of a convolution, */                                                    \
-    FIELD(long, first)       /* and its first channel among those of its layer */                       \
+    FIELD(long, first)       /* and its first channel among those of its layer; or a first stream */    \
     FIELD(const T*, skips)   /* [heads], by which a recurrence adds its values */                       \
     FIELD(long, activation)                                                                             \
     FIELD(double, factor)    /* of what is embedded, scaled, added, attended with, or of experts */     \
@@ -392,6 +392,13 @@ static INLINE Floats xielu(Floats x, float positive, float negative, float beta,
     return rounded(x > 0 ? rounded(positive * x) * x : negative * rounded(rounded(below) - x)) + rounded(beta * x);
 }
 
+// The hyperbolic tangent.
+template <class Floats>
+static INLINE Floats tangent(Floats x) {
+    const Floats power = exponential<WIDTH>(x < 0 ? 2.0f * x : -2.0f * x), size = (1.0f - power) / (1.0f + power);
+    return x < 0 ? -size : size;
+}
+
 // x * sigmoid(y) with y = sqrt(8 / pi) * (x + 0.044715 * x^3) is GELU (Hendrycks & Gimpel 2016, arXiv 1606.08415) as
 // approximated by tanh, for 1 + tanh(z) is 2 * sigmoid(2 * z). This one rounds to T at each step of the formula, as
 // transformers' NewGELUActivation does; in the order of Bloom's, if it is that one.
@@ -401,8 +408,7 @@ static INLINE Floats gelu_in_steps(Floats x) {
     const Floats z = IS_BLOOM
         ? rounded(rounded(0.79788456f * x) * rounded(1.0f + rounded(rounded(0.044715f * x) * x)))
         : rounded(0.79788456f * rounded(x + rounded(0.044715f * rounded(rounded(x * x) * x))));
-    const Floats power = exponential<WIDTH>(z < 0 ? 2.0f * z : -2.0f * z), size = (1.0f - power) / (1.0f + power);
-    return rounded(0.5f * x) * rounded(1.0f + rounded(z < 0 ? -size : size));
+    return rounded(0.5f * x) * rounded(1.0f + rounded(tangent(z)));
 }
 
 // An activation of WIDTH numbers, not yet rounded to T.
@@ -414,6 +420,7 @@ static INLINE Floats activated(Floats x) {
     if constexpr (ACTIVATION == GELU_NEW) return gelu_in_steps<T, false>(x);
     if constexpr (ACTIVATION == GELU_BLOOM) return gelu_in_steps<T, true>(x);
     if constexpr (ACTIVATION == SIGMOID) return times_sigmoid(Floats{} + 1.0f, x);
+    if constexpr (ACTIVATION == TANH) return tangent(x);
     if constexpr (ACTIVATION == IDENTITY) return x;
     if constexpr (ACTIVATION == SOFTPLUS) {
         for (long l = 0; l < WIDTH; l++) x[l] = recurrence::softplus(x[l]);
@@ -1098,7 +1105,9 @@ struct Thread {
         const T* const x = buffer(scale.x);
         T* const out = buffer(scale.out);
         const float factor = scale.factor;
-        for (long i = 0; i < pass.rows * scale.width; i++) store(factor * number(x[i]), out + i);
+        for (long at = 0; at < pass.rows * scale.width; at += scale.width)
+            for (long i = 0; i < scale.width; i++)
+                store((scale.weight ? factor * number(scale.weight[i]) : factor) * number(x[at + i]), out + at + i);
     }
 
     void add(const Operation<T>& add) {
@@ -1107,6 +1116,64 @@ struct Thread {
         const float factor = add.factor;
         for (long i = 0; i < pass.rows * add.width; i++)
             store(number(x[i]) + rounded_to<T>(factor * number(more[i])), out + i);
+    }
+
+    // Each stream of a row, and the sum of others by factors that are the row's own.
+    void blend(const Operation<T>& of) {
+        using recurrence::some;
+        const T *const x = buffer(of.x), *const more = buffer(of.y), *const by = of.weight ? buffer(of.temporary[0]) : nullptr;
+        T* const out = buffer(of.out);
+        std::copy_n(x, pass.rows * of.width, out);
+        for (long row = 0; row < pass.rows; row++)
+            for (long stream = of.first; stream < of.width / of.size; stream++) {
+                float factors[MOST_STREAMS];
+                for (long j = 0; j < of.count; j++) {
+                    const T* const weights = of.weight + (stream * of.count + j) * of.value_size;
+                    float sum = 0;
+                    for (long i = 0; by && i < of.value_size; i++)
+                        sum += number(weights[i]) * number(by[row * of.value_size + i]);
+                    factors[j] = rounded_to<T>(rounded_to<T>(sum) + float(of.offset));
+                }
+                T* const to = out + row * of.width + stream * of.size;
+                for (long i = 0; i < of.size; i += WIDTH) {
+                    recurrence::Floats sum = {};
+                    for (long j = 0; j < of.count; j++)
+                        sum += factors[j] * some(more + (row * of.count + j) * of.size + i, of.size - i);
+                    recurrence::store_some(some(to + i, of.size - i) + all_rounded_to<T>(sum), to + i, of.size - i);
+                }
+            }
+    }
+
+    // The root of the mean of squares of n numbers, or of `least` if that is more.
+    static float magnitude(const T* x, long n, float least) {
+        const float squares = sum_of(x, n, [](float y) { return rounded_to<T>(y * y); });
+        return rounded_to<T>(__builtin_sqrtf(std::max(rounded_to<T>(squares / n), least)));
+    }
+
+    void rescale(const Operation<T>& of) {
+        const T *const x = buffer(of.x), *const like = buffer(of.y);
+        T* const out = buffer(of.out);
+        for (long at = 0; at < pass.rows * of.width; at += of.width) {
+            const float to = magnitude(like + at, of.width, 0), from = magnitude(x + at, of.width, of.limit);
+            for (long i = at; i < at + of.width; i++) store(rounded_to<T>(number(x[i]) * to) / from, out + i);
+        }
+    }
+
+    // What is above the mean of a row and some deviations of it.
+    void cut(const Operation<T>& of) {
+        const T* const x = buffer(of.x);
+        T* const out = buffer(of.out);
+        const long n = of.width;
+        for (long at = 0; at < pass.rows * n; at += n) {
+            const float mean = sum_of(x + at, n, [](float y) { return y; }) / n;
+            const float squares = sum_of(x + at, n, [=](float y) { return (y - mean) * (y - mean); });
+            const float deviation = rounded_to<T>(__builtin_sqrtf(squares / n));
+            const float edge = rounded_to<T>(rounded_to<T>(mean) + rounded_to<T>(deviation * float(of.factor)));
+            for (long i = at; i < at + n; i++) {
+                const float above = number(x[i]) - edge;  // NaN stays NaN
+                store(above < 0 ? 0 : above, out + i);
+            }
+        }
     }
 
     void keep(const Operation<T>& keep) {  // the rows, if they are asked for
@@ -1172,6 +1239,9 @@ struct Thread {
                 case WEIGH: weigh(now); break;
                 case SCALE: scale(now); break;
                 case ADD: add(now); break;
+                case BLEND: blend(now); break;
+                case RESCALE: rescale(now); break;
+                case CUT: cut(now); break;
                 case KEEP: keep(now); break;
                 case LOGITS: has_nan = logits(now); break;
             }

@@ -25,12 +25,16 @@ if TYPE_CHECKING:
     from lookahead.cpu.states import Delta as Delta
     from lookahead.cpu.states import Scan as Scan
     from lookahead.cpu.states import StateShape
+    from lookahead.cpu.streams import Blend as Blend
+    from lookahead.cpu.streams import Cut as Cut
+    from lookahead.cpu.streams import Rescale as Rescale
 
 LANES = 16
 """Numbers of the longest vector."""
 MAX_HEAD_DIM = 576  # MAX_SIZE in attention.h
 Activation = Literal[
-    "silu", "gelu", "gelu_tanh", "gelu_new", "gelu_bloom", "relu", "relu_squared", "sigmoid", "softplus", "identity"
+    "silu", "gelu", "gelu_tanh", "gelu_new", "gelu_bloom", "relu", "relu_squared", "sigmoid", "tanh", "softplus",
+    "identity",
 ]  # fmt: skip
 """gelu_tanh: GELU as approximated by tanh. gelu_new: the same, rounded at each step of the formula; gelu_bloom: of
 Bloom's form of it."""
@@ -40,7 +44,8 @@ thread has the same part. None: any thread may take any part."""
 
 # Where the other operations are. Whoever names one loads its module.
 _HOMES = {"Experts": "experts", "Weigh": "experts", "HeadProducts": "heads", "Join": "heads", "Select": "heads",
-          "Convolve": "states", "Delta": "states", "Scan": "states"}  # fmt: skip
+          "Convolve": "states", "Delta": "states", "Scan": "states",
+          "Blend": "streams", "Rescale": "streams", "Cut": "streams"}  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
@@ -399,12 +404,16 @@ class Xielu(Operation):
 
 @dataclass(frozen=True, eq=False)
 class Scale(Operation):
-    """out = factor * x."""
+    """out = factor * x, and * weight, [width], if there is one."""
 
     x: Value
     out: Value
     factor: float
+    weight: torch.Tensor | None = None
     is_private = works_in_place = True
+
+    def fits(self) -> bool:
+        return self.weight is None or self.weight.shape == (self.x.width,)
 
 
 @dataclass(frozen=True, eq=False)

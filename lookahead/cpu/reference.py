@@ -22,6 +22,7 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "relu": functional.relu,
     "relu_squared": lambda x: functional.relu(x).square(),
     "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
     "softplus": functional.softplus,
     "identity": lambda x: x,
 }
@@ -374,12 +375,38 @@ class Reference:
 
     @computed.register
     def _(self, scale: op.Scale) -> torch.Tensor:
-        return self.rounded(scale.factor * self.values[scale.x])
+        factor = scale.factor if scale.weight is None else scale.factor * scale.weight.to(self.wide)
+        return self.rounded(factor * self.values[scale.x])
 
     @computed.register
     def _(self, add: op.Add) -> torch.Tensor:
         more = self.values[add.more]
         return self.rounded(self.values[add.x] + (more if add.factor == 1 else self.rounded(more * add.factor)))
+
+    @computed.register
+    def _(self, blend: op.Blend) -> torch.Tensor:
+        x, more = (self.values[value].unflatten(1, (-1, blend.size)) for value in (blend.x, blend.more))
+        factors = x.new_zeros(len(x), x.shape[1] * more.shape[1])
+        if blend.by is not None and blend.weight is not None:
+            factors = self.rounded(self.values[blend.by] @ blend.weight.to(self.wide).T)
+        factors = self.rounded(factors + blend.offset).unflatten(1, (-1, more.shape[1]))
+        sums = self.rounded(factors @ more)
+        sums[:, : blend.first] = 0
+        return self.rounded(x + sums).flatten(1)
+
+    @computed.register
+    def _(self, rescale: op.Rescale) -> torch.Tensor:
+        x, rounded = self.values[rescale.x], self.rounded
+        squares, squares_of_like = (rounded(rounded(y * y).mean(1, True)) for y in (x, self.values[rescale.like]))
+        size = rounded(squares.clamp(min=rescale.limit).sqrt())
+        return rounded(rounded(x * rounded(squares_of_like.sqrt())) / size)
+
+    @computed.register
+    def _(self, cut: op.Cut) -> torch.Tensor:
+        x, rounded = self.values[cut.x], self.rounded
+        deviation = rounded(x.to(self.finest).std(1, correction=0, keepdim=True))
+        edge = rounded(rounded(x.mean(1, True)) + rounded(deviation * cut.factor))
+        return rounded(x - edge).relu()
 
     @computed.register
     def _(self, keep: op.Keep) -> None:

@@ -77,6 +77,11 @@ def joined(outputs: Sequence[Output]) -> Output:
     return Output(torch.cat([output.logits for output in outputs]), hidden, first)
 
 
+def _of_tokens(states: torch.Tensor) -> torch.Tensor:
+    """[sequences, tokens, hidden]. In Gemma 3n, a token has several states, which come to stand side by side."""
+    return states if states.ndim < 4 else states.permute(1, 2, 0, 3).flatten(2)
+
+
 class EagerRunner:
     """Runs the model's own code."""
 
@@ -165,7 +170,7 @@ class EagerRunner:
             model, places = branching.branching(model), Places(cache.positions_of_keys(positions), positions)
         with self._in_pass(forest, places), torch.inference_mode() if adapter.in_inference_mode else nullcontext():
             output = model(input_ids=tokens[0], **inputs, **self._extras)
-            hidden = {i: output.hidden_states[i][:, again:].flatten(0, 1) for i in self.requested}
+            hidden = {i: _of_tokens(output.hidden_states[i])[:, again:].flatten(0, 1) for i in self.requested}
             count, rows = len(steps), tokens.shape[2] - again
             return Output(output.logits[:, again:].flatten(0, 1), hidden, range(0, count * rows, rows))
 
@@ -190,7 +195,8 @@ class EagerRunner:
         with self._in_pass():
             output = model(**inputs, **self._extras)
         cache.lengths = [length]
-        return Output(output.logits[0, -logits_to_keep:], {i: output.hidden_states[i][0] for i in self.requested})
+        hidden = {i: _of_tokens(output.hidden_states[i])[0] for i in self.requested}
+        return Output(output.logits[0, -logits_to_keep:], hidden)
 
     def settle(self, cache: LookaheadCache) -> None:
         """Compute the tokens in ``cache.replay``, so that the cache holds all accepted tokens."""

@@ -376,6 +376,8 @@ class RandomProgram:
             gate, up = self.products(x, width, width)
             if self.rng.random() < 0.3:
                 gate, up = (self.add(op.Clip(part, Value(width), self.rng.choice([0.2, 3.0]))) for part in (gate, up))
+            if self.rng.random() < 0.2:
+                gate = self.add(op.Cut(gate, Value(width), self.rng.choice([0.0, 1.5])))
             gated = self.add(op.Gate(gate, Value(width), self.activation, up))
         else:
             (gate,) = self.products(x, width)
@@ -384,6 +386,20 @@ class RandomProgram:
             else:
                 gated = self.add(op.Gate(gate, Value(width), self.activation))
         return self.products(gated, x.width)[0]
+
+    def through_streams(self, x: Value) -> Value:
+        """x, and one of the streams of a row, as in Gemma 3n, when sums of all of them were added to each."""
+        count, routed, width = self.rng.randint(1, 4), self.rng.randint(1, 5), x.width
+        streams = self.add(op.Scale(x, Value(width), 0.5, self.numbers(width, mean=1.0)))
+        for made in self.products(x, *[width] * (count - 1)) if count > 1 else ():
+            more = self.add(op.Rescale(made, Value(width), x, self.rng.choice([1e-5, 2.0])))
+            streams = self.add(op.Join(streams, Value(streams.width + width), more, 1))
+        by = self.add(op.Gate(self.products(x, routed)[0], Value(routed), "tanh"))
+        weight, offset = self.numbers(count * count, routed), self.rng.choice([0.0, 1.0])
+        streams = self.add(op.Blend(streams, Value(streams.width), streams, width, by, weight, offset))
+        first = self.rng.randint(0, count)
+        streams = self.add(op.Blend(streams, Value(streams.width), x, width, offset=1.0, first=first))
+        return self.more(x, self.add(op.Select(streams, Value(width), width, count, self.rng.randrange(count))))
 
     def more(self, x: Value, more: Value) -> Value:
         return self.add(op.Add(x, Value(x.width), self.norm(more, chance=0.3), self.residual))
@@ -401,6 +417,7 @@ class RandomProgram:
         embedding = self.memory.copy(torch.randn(vocabulary, width).to(self.dtype))
         x = self.keep(self.add(op.Embed(Value(width), embedding, self.rng.choice([1.0, 3.0]), table, offset)))
         for layer in range(layers):
+            x = self.through_streams(x) if self.rng.random() < 0.2 else x
             attended = self.mixed(self.norm(x, chance=0.7), norms)
             if is_parallel:
                 x = self.more(self.more(x, attended), self.mlp(self.norm(x, chance=0.7), intermediate))

@@ -59,8 +59,8 @@ def random_tree(rng, rows: int, vocabulary: int) -> GuessTree:
 FAMILIES = [
     "llama", "mistral", "ministral", "ministral3", "cwm", "seed_oss", "qwen2", "qwen3", "smollm3", "granite",
     "hyperclovax", "phi3", "olmo", "olmo2", "olmo3", "exaone4", "gemma", "gemma2", "gemma3_text", "gemma3",
-    "gemma4_text", "gemma4", "vaultgemma", "glm", "glm4", "ernie4_5", "helium", "cohere", "cohere2", "arcee",
-    "nemotron", "jais2", "hunyuan_v1_dense", "phi", "stablelm", "starcoder2", "youtu", "minicpm3", "nanochat",
+    "gemma3n_text", "gemma4_text", "gemma4", "vaultgemma", "glm", "glm4", "ernie4_5", "helium", "cohere", "cohere2",
+    "arcee", "nemotron", "jais2", "hunyuan_v1_dense", "phi", "stablelm", "starcoder2", "youtu", "minicpm3", "nanochat",
     "apertus", "gptj", "codegen", "opt", "gpt2", "gpt_bigcode", "gpt_neox", "persimmon", "falcon", "bloom", "mpt",
     "granite_swa", "apertus1p5_text", "gpt_neox_japanese", "biogpt", "xglm", "ctrl", "bitnet", "emu3",
     "cohere_compass_text", "bert", "bert-generation", "ernie", "electra", "roberta", "camembert", "xlm-roberta",
@@ -83,7 +83,8 @@ FAMILIES = [family for family in FAMILIES if family not in LEFT_OUT and family i
 STATES = ["lfm2", "lfm3", "qwen3_5_text", "olmo_hybrid", "bamba", "falcon_h1", "nemotron_h", "mamba2", "zamba2"]
 STATES = [family for family in STATES if family in FAMILIES]
 WITH_WINDOWS = {
-    "mistral", "ministral", "gemma3_text", "gemma4_text", "phi3", "olmo3", "cohere2", "mixtral", "starcoder2",
+    "mistral", "ministral", "gemma3_text", "gemma3n_text", "gemma4_text", "phi3", "olmo3", "cohere2", "mixtral",
+    "starcoder2",
     "lfm3", "granitemoe_swa", "phimoe", "granite_swa", "cohere_compass_text", "flint", "cohere2_moe", "beam",
     "mimo_v2_flash", "modernbert-decoder", "gemma4_unified_text", "lara_mini",
     "kolibri1", "laguna",
@@ -95,8 +96,10 @@ TRANSPOSED = {"gpt2", "gpt_oss", "aria_text", "llama4_text", "dbrx"}
 LATENT = {"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "axk1", "youtu", "minicpm3"}  # attention has another form
 # they multiply with parts of weights, and torchao does not know Falcon's layers
 NOT_QUANTIZED = LATENT | {"roc_bert", "falcon"}
-# The own code of these does not use our attention, nor, in Falcon, our products; Ministral 3 scales queries apart.
+# The own code of these does not use our attention, nor, in Falcon, our products; Ministral 3 scales queries apart, and
+# Gemma 3n takes the mean of its streams in one step.
 OTHERWISE = {
+    "gemma3n_text",
     "gemma2", "vaultgemma", "falcon", "ministral3", "bloom", "mpt", "granite_swa", "gpt_neox_japanese", "xglm", *LATENT,
     *BERTS,  # they add up their embeddings in another order
 }  # fmt: skip
@@ -147,6 +150,11 @@ VARIANTS = [
         "gemma4_text",
         {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32}
         | {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
+    ),
+    (
+        "gemma3n_text",
+        {"altup_active_idx": 1, "altup_correct_scale": False, "altup_num_inputs": 2, "num_kv_shared_layers": 0}
+        | {"final_logit_softcapping": 5.0, "tie_word_embeddings": False, "attention_bias": True},
     ),
     ("qwen2_moe", {"mlp_only_layers": [0], "norm_topk_prob": True}),
     ("hyperclovax", {"use_post_norm": False}),

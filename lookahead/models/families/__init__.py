@@ -23,6 +23,7 @@ HOMES: dict[str, str] = {
         "olmo": "OlmoForCausalLM Olmo2ForCausalLM Olmo3ForCausalLM",
         "exaone": "Exaone4ForCausalLM",
         "gemma": "GemmaForCausalLM Gemma2ForCausalLM Gemma3ForCausalLM VaultGemmaForCausalLM",
+        "gemma3n": "Gemma3nForCausalLM",
         "gemma4": "Gemma4ForCausalLM Gemma4UnifiedForCausalLM",
         "glm": "GlmForCausalLM Glm4ForCausalLM Ernie4_5ForCausalLM HeliumForCausalLM",
         "cohere": "CohereForCausalLM Cohere2ForCausalLM Cohere2MoeForCausalLM CohereCompassForCausalLM",

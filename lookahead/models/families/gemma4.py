@@ -54,17 +54,21 @@ class Gemma4Unified(Gemma3):
 
 class Gemma4(Gemma4Unified):
     _of_layers: Value | None = None
-    """What all layers get of the tokens, side by side."""
+    """What `projected` has made."""
 
     def embedding(self, inner: Any) -> Value:
         x, self._of_layers = super().embedding(inner), None
         if size := inner.hidden_size_per_layer_input:
-            of_tokens = self.embed_scaled(inner.embed_tokens_per_layer, "TextScaledWordEmbedding")
-            projected = self.product(x, inner.per_layer_model_projection)
-            projected = self.scale(projected, float(inner.per_layer_model_projection_scale))
-            projected = self.norm_heads(projected, inner.per_layer_projection_norm, size)
-            self._of_layers = self.scale(self.add(projected, of_tokens), float(inner.per_layer_input_scale))
+            scales = inner.per_layer_model_projection_scale, inner.per_layer_input_scale
+            self._of_layers = self.projected(x, inner, size, *map(float, scales))
         return x
+
+    def projected(self, x: Value, inner: Any, size: int, scale: float, scale_of_sum: float) -> Value:
+        """What all layers get of the tokens, side by side."""
+        of_tokens = self.embed_scaled(inner.embed_tokens_per_layer, "TextScaledWordEmbedding")
+        projected = self.scale(self.product(x, inner.per_layer_model_projection), scale)
+        projected = self.norm_heads(projected, inner.per_layer_projection_norm, size)
+        return self.scale(self.add(projected, of_tokens), scale_of_sum)
 
     def feed_forward(self, x: Value, layer: Any) -> Value:
         more = super().feed_forward(x, layer)
@@ -73,13 +77,15 @@ class Gemma4(Gemma4Unified):
         return more
 
     def with_own(self, x: Value, layer: Any) -> Value:
-        if self._of_layers is None:
-            return x
+        return x if self._of_layers is None else self.add(x, self.of_own(x, layer, self._of_layers))
+
+    def of_own(self, x: Value, layer: Any, of_layers: Value) -> Value:
+        """What a layer makes of x and of its own embedding."""
         size = layer.hidden_size_per_layer_input
         gate = self.product(x, layer.per_layer_input_gate)
-        own = self.select(self._of_layers, size, self._of_layers.width // size, layer.layer_idx)
+        own = self.select(of_layers, size, of_layers.width // size, layer.layer_idx)
         more = self.product(self.gate(gate, layer.act_fn, own), layer.per_layer_projection)
-        return self.add(x, self.norm(more, layer.post_per_layer_input_norm))
+        return self.norm(more, layer.post_per_layer_input_norm)
 
     def mixed(self, x: Value, layer: Any) -> Value:
         """The experts beside the MLP, whose router reads what no norm has weighed."""

@@ -30,6 +30,7 @@ ACTIVATIONS: dict[str, op.Activation] = {
     "GELU": "gelu",
     "ReLU": "relu",
     "ReLUSquaredActivation": "relu_squared",
+    "Tanh": "tanh",
 }
 """By the class in torch or transformers."""
 
