@@ -35,6 +35,7 @@ GPT = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256, "n_inner": 4
 
 _VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 16}
 _VISION_OF_QWEN = {"depth": 1, "num_heads": 2, "out_hidden_size": 32}
+_AUDIO = {"d_model": 32, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 32, "output_dim": 32}
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": "auto", "mamba_n_groups": 2, "mamba_d_state": 8, "mamba_expand": 2}
 DELTA = {
     **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 16},
@@ -243,8 +244,17 @@ ALIKE = {
         "use_mem_rope": True,
     },
     **{
-        family: {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}}
-        for family in ("qwen2_vl_text", "qwen2_5_vl_text")
+        family: {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}, **more}
+        for family, more in {
+            **{"qwen2_vl_text": {}, "qwen2_5_vl_text": {}, "qwen2_5_omni_text": {}, "glm4v_text": {}},
+            **{"glm_ocr_text": HEAD, "paddleocr_vl_text": HEAD},
+            "glm4v_moe_text": {**HEAD, **GROUPED, "partial_rotary_factor": 1.0},
+        }.items()
+    },
+    "qwen3_omni_moe_text": {**HEAD, **EXPERTS, "decoder_sparse_step": 1},
+    "ernie4_5_vl_moe_text": {
+        **{"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": [32, 16], "moe_num_shared_experts": 1},
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]},
     },
     "qwen3_vl_text": HEAD,
     "qwen3_vl_moe_text": {**HEAD, **EXPERTS, "decoder_sparse_step": 1},
@@ -293,6 +303,19 @@ WITH_IMAGES: dict[str, tuple[str, dict]] = {
             "qwen2_5_vl": {},
             "qwen3_vl": {"deepstack_visual_indexes": [0]},
             "qwen3_vl_moe": {"deepstack_visual_indexes": [0]},
+            "glm4v": {},
+            "glm4v_moe": {},
+            "glm_ocr": {},
+            "ernie4_5_vl_moe": {},
+            "paddleocr_vl": {"image_size": 28},
+        }.items()
+    },
+    "glm46v": ("glm4v_text", {"vision_config": {**_VISION, **_VISION_OF_QWEN}}),
+    **{
+        f"{family}_thinker": (f"{family}_text", {**more, "audio_config": _AUDIO, "vision_start_token_id": VOCABULARY})
+        for family, more in {
+            "qwen2_5_omni": {"vision_config": {**_VISION, **_VISION_OF_QWEN}},
+            "qwen3_omni_moe": {"vision_config": {**_VISION, **_VISION_OF_QWEN, "deepstack_visual_indexes": [0]}},
         }.items()
     },
     "gemma4_unified": (

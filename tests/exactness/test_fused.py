@@ -66,13 +66,15 @@ FAMILIES = [
     "cohere_compass_text", "bert", "bert-generation", "ernie", "electra", "roberta", "camembert", "xlm-roberta",
     "data2vec-text", "roberta-prelayernorm", "xlm-roberta-xl", "megatron-bert", "rembert", "big_bird", "roc_bert",
     "xmod", "modernbert-decoder", "gemma4_unified_text", "gemma4_unified", "phi4_multimodal", "fuyu",
-    "got_ocr2", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "hrm_text", "zamba2", "lfm2", "lfm3",
+    "got_ocr2", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen2_5_omni_thinker", "glm4v", "glm46v", "glm_ocr",
+    "paddleocr_vl", "hrm_text", "zamba2", "lfm2", "lfm3",
     "qwen3_5_text", "olmo_hybrid", "bamba", "falcon_h1", "nemotron_h", "mamba2", "mixtral", "granitemoehybrid",
     "lfm2_moe", "phimoe", "mellum", "qwen3_next", "qwen3_5_moe_text", "qwen2_moe", "qwen3_moe", "olmoe", "flex_olmo",
     "granitemoe", "granitemoeshared", "hunyuan_v1_moe", "glm4_moe", "solar_open", "dots1", "exaone_moe", "hy_v3",
     "minimax_m2", "ernie4_5_moe", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "axk1", "afmoe", "gpt_oss",
     "granitemoe_swa", "flint", "cohere2_moe", "beam", "mimo_v2_flash", "aria_text", "lara_mini",
-    "llama4_text", "kolibri1", "laguna", "dbrx", "qwen3_vl_moe",
+    "llama4_text", "kolibri1", "laguna", "dbrx", "qwen3_vl_moe", "qwen3_omni_moe_thinker", "glm4v_moe",
+    "ernie4_5_vl_moe",
 ]  # fmt: skip
 # In older transformers, these have parts of another shape or of another model, or masks that are not causal.
 OTHERS_BEFORE = ["gptj", "codegen", "nemotron_h", "cohere_compass_text", "aria_text"]
@@ -105,10 +107,44 @@ OTHERWISE = {
 }  # fmt: skip
 # these know no other width
 AS_WIDE_AS_HEADS = {
-    "gpt2", "gpt_bigcode", "gptj", "codegen", "nanochat", "gpt_neox", "persimmon", "falcon", "qwen2_moe", "helium",
-    "opt", "phi", "stablelm", "olmoe", "granitemoe", "bloom", "mpt",
-    "gpt_neox_japanese", "biogpt", "xglm", "ctrl", "bitnet", "cohere_compass_text",
-    "modernbert-decoder", "fuyu", "zamba2", "dbrx", "qwen2_vl", "qwen2_5_vl", *BERTS,
+    "gpt2",
+    "gpt_bigcode",
+    "gptj",
+    "codegen",
+    "nanochat",
+    "gpt_neox",
+    "persimmon",
+    "falcon",
+    "qwen2_moe",
+    "helium",
+    "opt",
+    "phi",
+    "stablelm",
+    "olmoe",
+    "granitemoe",
+    "bloom",
+    "mpt",
+    "gpt_neox_japanese",
+    "biogpt",
+    "xglm",
+    "ctrl",
+    "bitnet",
+    "cohere_compass_text",
+    "modernbert-decoder",
+    "fuyu",
+    "zamba2",
+    "dbrx",
+    "qwen2_vl",
+    "qwen2_5_vl",
+    "qwen2_5_omni_thinker",
+    "glm4v",
+    "glm46v",
+    *BERTS,
+}
+# a share of the numbers that turn has positions of its own in each dimension
+WITH_SECTIONS = {
+    "qwen2_vl", "qwen2_5_vl", "qwen2_5_omni_thinker", "glm4v", "glm46v", "glm_ocr", "paddleocr_vl", "glm4v_moe",
+    "ernie4_5_vl_moe",
 }  # fmt: skip
 VARIANTS = [
     ("falcon", {"new_decoder_architecture": False, "multi_query": True, "parallel_attn": True}),
@@ -195,6 +231,24 @@ VARIANTS = [
         {"attention_bias": True, "mlp_layer_types": ["sparse", "dense"], "n_group": 1, "topk_group": 1}
         | {"rope_parameters": {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in MIXED["layer_types"]}},
     ),
+    *(
+        (
+            family,
+            {"tie_word_embeddings": True, "attention_bias": True}
+            | {
+                "rope_parameters": {
+                    **{"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+                    "mrope_section": [1, 1, 0],
+                }
+            },
+        )
+        for family in ("glm4v", "glm_ocr", "glm4v_moe")
+    ),
+    ("glm4v_moe", {"norm_topk_prob": False, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 2}),
+    ("ernie4_5_vl_moe", {"moe_num_shared_experts": 0, "use_bias": True}),
+    ("paddleocr_vl", {"use_bias": True, "hidden_act": "gelu"}),
+    ("qwen3_omni_moe_thinker", {"norm_topk_prob": False, "attention_bias": True, "mlp_only_layers": [0]}),
+    ("qwen2_5_omni_thinker", {**MIXED, "use_sliding_window": True, "max_window_layers": 1}),
     (
         "mimo_v2_flash",
         {"attention_value_scale": None, "attention_bias": True, "v_head_dim": 8, "n_group": 1, "topk_group": 1},
@@ -311,10 +365,11 @@ def sizes(family, width, intermediate, size, heads=4, key_heads=2):
     if family == "mamba2":
         return {"hidden_size": width, "num_heads": width // 4, "head_dim": 8}
     size = width // heads if family in AS_WIDE_AS_HEADS else size
-    if family in ("qwen2_vl", "qwen2_5_vl"):
-        sections = {"mrope_section": [size // 2 - size // 4, size // 8, size // 8]}
-        rope = {"rope_type": "default", "rope_theta": 1e4} | sections
-        return {"hidden_size": width, "intermediate_size": intermediate, "rope_parameters": rope}
+    if family in WITH_SECTIONS:
+        sections = [size // 2 - size // 4, size // 8, size // 8]
+        rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}
+        rope |= {"mrope_section": sections[::-1] if family == "ernie4_5_vl_moe" else sections}
+        return {"hidden_size": width, "intermediate_size": intermediate, "head_dim": size, "rope_parameters": rope}
     return {"hidden_size": width, "intermediate_size": intermediate, "head_dim": size}
 
 

@@ -66,8 +66,11 @@ HOMES: dict[str, str] = {
         "ctrl": "CTRLLMHeadModel",
         "qwen_vl": (
             "Qwen2VLForConditionalGeneration Qwen2_5_VLForConditionalGeneration Qwen3VLForConditionalGeneration "
-            "Qwen3VLMoeForConditionalGeneration"
+            "Qwen3VLMoeForConditionalGeneration Qwen2_5OmniThinkerForConditionalGeneration "
+            "Qwen3OmniMoeThinkerForConditionalGeneration"
         ),
+        "glm_vl": "Glm4vForConditionalGeneration Glm4vMoeForConditionalGeneration GlmOcrForConditionalGeneration",
+        "ernie_vl": "Ernie4_5_VLMoeForConditionalGeneration PaddleOCRVLForConditionalGeneration",
         "llama4": "Llama4ForCausalLM",
         "dbrx": "DbrxForCausalLM",
         "laguna": "LagunaForCausalLM",
@@ -90,7 +93,7 @@ HOMES: dict[str, str] = {
 }
 """The module of the page that stands for a class of transformers. It is imported for a model of that class."""
 _WITH_TEXT_MODELS = [
-    "Aria", "AyaVision", "Cohere2Vision", "DeepseekVL", "DeepseekVLHybrid", "Exaone4_5_", "GlmAsr", "GotOcr2",
+    "Aria", "AyaVision", "Cohere2Vision", "DeepseekVL", "DeepseekVLHybrid", "Exaone4_5_", "Glm46V", "GlmAsr", "GotOcr2",
     "GraniteSpeech", "GraniteSpeechPlus", "HyperCLOVAXVisionV2", "Idefics2", "Idefics3", "InternVL", "Janus",
     "Kimi_K25", "Lfm2Vl", "Lfm3Vl", "LightOnOcr", "Llava", "LlavaNext", "LlavaNextVideo", "LlavaOnevision",
     "MiniCPMOcr", "MiniCPMV4_6", "MiniCPMV4_7", "Mistral3", "OmniASR", "Ovis2", "QianfanOCR", "Qwen2Audio", "Qwen3ASR",

@@ -16,6 +16,8 @@ from lookahead.models.origin import is_own
 
 TEXT_AT = {"Idefics2", "Idefics3", "SmolVLM"}
 """Models that call their text model ``text_model``, and not ``language_model``."""
+SUFFIXES = "ForCausalLM", "ForConditionalGeneration"
+"""Of the class of a text model that has a page, which may itself be known with another side alone."""
 KINDS = re.compile("(image|video|audio)_token_(id|index)$")
 """Settings that name a token in whose place something else may stand."""
 
@@ -32,7 +34,8 @@ def page_around(model: Any, own: type) -> Page:
         raise UnknownModelError(f"a part is missing: {error}") from error
     for ending in ("Model", "TextModel"):
         family = type(text).__name__.removesuffix(ending)
-        page: Any = page_for(name) if (name := f"{family}ForCausalLM") in HOMES else Page
+        names = [name for suffix in SUFFIXES if (name := f"{family}{suffix}") in HOMES]
+        page: Any = page_for(names[0]) if names else Page
         if issubclass(page, Llama):
             return _around(page)(model, own, outer, text, family)
     raise UnknownModelError(f"no page says what {type(text).__name__}, its text model, computes")
