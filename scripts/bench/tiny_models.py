@@ -128,7 +128,7 @@ SETTINGS: dict[str, dict] = {
         "layer_types": ["sliding_attention", "full_attention"] * 2,
         "num_kv_shared_layers": 2,
         "activation_sparsity_pattern": [0.95, 0.0, 0.95, 0.0],
-        "laurel_rank": 8,
+        "laurel_rank": 16,
     },
     "gemma4_text": {
         **{**GEMMA4, **PER_LAYER_INPUT},

@@ -59,10 +59,10 @@ def random_tree(rng, rows: int, vocabulary: int) -> GuessTree:
 FAMILIES = [
     "llama", "mistral", "ministral", "ministral3", "cwm", "seed_oss", "qwen2", "qwen3", "smollm3", "granite",
     "hyperclovax", "phi3", "olmo", "olmo2", "olmo3", "exaone4", "gemma", "gemma2", "gemma3_text", "gemma3",
-    "gemma3n_text", "gemma4_text", "gemma4", "vaultgemma", "glm", "glm4", "ernie4_5", "helium", "cohere", "cohere2",
-    "arcee", "nemotron", "jais2", "hunyuan_v1_dense", "phi", "stablelm", "starcoder2", "youtu", "minicpm3", "nanochat",
-    "apertus", "gptj", "codegen", "opt", "gpt2", "gpt_bigcode", "gpt_neox", "persimmon", "falcon", "bloom", "mpt",
-    "granite_swa", "apertus1p5_text", "gpt_neox_japanese", "biogpt", "xglm", "ctrl", "bitnet", "emu3",
+    "gemma3n_text", "gemma3n", "gemma4_text", "gemma4", "vaultgemma", "glm", "glm4", "ernie4_5", "helium", "cohere",
+    "cohere2", "arcee", "nemotron", "jais2", "hunyuan_v1_dense", "phi", "stablelm", "starcoder2", "youtu", "minicpm3",
+    "nanochat", "apertus", "gptj", "codegen", "opt", "gpt2", "gpt_bigcode", "gpt_neox", "persimmon", "falcon", "bloom",
+    "mpt", "granite_swa", "apertus1p5_text", "gpt_neox_japanese", "biogpt", "xglm", "ctrl", "bitnet", "emu3",
     "cohere_compass_text", "bert", "bert-generation", "ernie", "electra", "roberta", "camembert", "xlm-roberta",
     "data2vec-text", "roberta-prelayernorm", "xlm-roberta-xl", "megatron-bert", "rembert", "big_bird", "roc_bert",
     "xmod", "modernbert-decoder", "gemma4_unified_text", "gemma4_unified", "phi4_multimodal", "fuyu",
@@ -101,8 +101,8 @@ NOT_QUANTIZED = LATENT | {"roc_bert", "falcon"}
 # The own code of these does not use our attention, nor, in Falcon, our products; Ministral 3 scales queries apart, and
 # Gemma 3n takes the mean of its streams in one step.
 OTHERWISE = {
-    "gemma3n_text",
-    "gemma2", "vaultgemma", "falcon", "ministral3", "bloom", "mpt", "granite_swa", "gpt_neox_japanese", "xglm", *LATENT,
+    "gemma3n_text", "gemma3n", "gemma2", "vaultgemma", "falcon", "ministral3", "bloom", "mpt", "granite_swa",
+    "gpt_neox_japanese", "xglm", *LATENT,
     *BERTS,  # they add up their embeddings in another order
 }  # fmt: skip
 # these know no other width
@@ -896,6 +896,19 @@ def test_tokens_that_stand_for_images_are_read_by_the_model():
     model, prompt = tiny_model("gemma4"), torch.tensor([[3, 20, 5, 6, 20, 8]])
     before = model.generate(prompt, **GREEDY).tolist()
     model.config.image_token_id = 20
+    text = model.generate(prompt, **GREEDY).tolist()
+    assert text != before
+    lookahead.wrap(model)
+    assert model.generate(prompt, **GREEDY).tolist() == text
+    assert "passes: fused" in model.lookahead.report()
+
+
+def test_tokens_that_have_other_tables_are_read_by_the_model():
+    """Gemma 3n has them for images and sounds, and not for all words an embedding of each layer."""
+    model, prompt = tiny_model("gemma3n"), torch.tensor([[3, 93, 5, 6, 90, 8]])
+    before = model.generate(prompt, **GREEDY).tolist()
+    model.model.embed_vision.vocab_offset, model.model.embed_audio.vocab_offset = 89, 93
+    model.model.language_model.config.vocab_size_per_layer_input = 89
     text = model.generate(prompt, **GREEDY).tolist()
     assert text != before
     lookahead.wrap(model)

@@ -86,7 +86,8 @@ HOMES: dict[str, str] = {
         "zamba": "Zamba2ForCausalLM",
         "hrm": "HrmTextForCausalLM",
         "with_images": (
-            "Gemma3ForConditionalGeneration Gemma4ForConditionalGeneration Gemma4UnifiedForConditionalGeneration"
+            "Gemma3ForConditionalGeneration Gemma3nForConditionalGeneration Gemma4ForConditionalGeneration "
+            "Gemma4UnifiedForConditionalGeneration"
         ),
     }.items()
     for name in names.split()
