@@ -123,6 +123,10 @@ ALIKE = {
     "qwen3_5_text": {**HEAD, **DELTA},
     "qwen3_5_moe_text": {**HEAD, **EXPERTS, **DELTA, "shared_expert_intermediate_size": 32},
     "olmo_hybrid": DELTA,
+    "kimi_linear": {
+        **{**LATENT, **GROUPED, "mlp_layer_types": ["dense", "sparse"], "linear_num_heads": 4, "linear_head_dim": 32},
+        "layer_types": ["linear_attention", "full_attention"],
+    },
     "bamba": {**MAMBA, "attn_layer_indices": [1]},
     "granitemoehybrid": {
         **{**MAMBA, "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 32},

@@ -41,7 +41,7 @@ constexpr int SPINS = 2048;       // 0.1 ms where a pause takes 140 cycles, a te
     DO(MOST_STATE_KEYS, 256) DO(MOST_STREAMS, 8)
 #define KINDS(DO)                                                                                                 \
     DO(EMBED) DO(NORM) DO(NORM_HEADS) DO(PRODUCTS) DO(HEADPRODUCTS) DO(SELECT) DO(JOIN) DO(ROTARY) DO(APPEND) \
-    DO(ATTEND) DO(CONVOLVE) DO(DELTA) DO(SCAN) DO(GATE) DO(CLIP) DO(XIELU)                                    \
+    DO(ATTEND) DO(CONVOLVE) DO(DELTA) DO(DELTABYKEY) DO(SCAN) DO(GATE) DO(CLIP) DO(XIELU)                    \
     DO(EXPERTS) DO(WEIGH) DO(SCALE) DO(ADD) DO(BLEND) DO(RESCALE) DO(CUT) DO(KEEP) DO(LOGITS)
 #define ACTIVATIONS(DO) DO(SILU) DO(GELU) DO(GELU_TANH) DO(GELU_NEW) DO(GELU_BLOOM) DO(RELU) DO(RELU_SQUARED) \
     DO(SIGMOID) DO(TANH) DO(SOFTPLUS) DO(IDENTITY)
@@ -96,6 +96,7 @@ constexpr int SPINS = 2048;       // 0.1 ms where a pause takes 140 cycles, a te
     FIELD(long, separates)   /* and come to stand in two halves */                                      \
     FIELD(long, taps)        /* of a convolution, */                                                    \
     FIELD(long, first)       /* and its first channel among those of its layer; or a first stream */    \
+    FIELD(const float*, log_speeds)  /* [heads], of decays by key, which `biases` are added to */       \
     FIELD(const T*, skips)   /* [heads], by which a recurrence adds its values */                       \
     FIELD(long, activation)                                                                             \
     FIELD(double, factor)    /* of what is embedded, scaled, added, attended with, or of experts */     \
@@ -123,7 +124,8 @@ constexpr int SPINS = 2048;       // 0.1 ms where a pause takes 140 cycles, a te
     FIELD(float*, updates)   /* and what the rows do to it */                                           \
     FIELD(long, state_heads)                                                                            \
     FIELD(long, state_keys)                                                                             \
-    FIELD(long, state_values)
+    FIELD(long, state_values)                                                                           \
+    FIELD(long, state_decays)    /* of a head: one, or one for each key */
 
 #define SEQUENCE(FIELD, T)                                                                              \
     FIELD(long, begin)         /* its first row in the pass */                                          \
@@ -204,7 +206,8 @@ static recurrence::Inputs<T> inputs_of(const Cached<T>& cache) {
 
 template <class T>
 static recurrence::State state_of(const Cached<T>& cache) {
-    return {cache.state, cache.is_by_values != 0, cache.updates, cache.state_heads, cache.state_keys, cache.state_values};
+    return {cache.state, cache.is_by_values != 0, cache.updates, cache.state_heads, cache.state_keys, cache.state_values,
+            cache.state_decays};
 }
 
 template <class T>
@@ -823,16 +826,19 @@ struct Thread {
     }
 
     // This thread's heads, all rows of each.
-    void delta(const Operation<T>& of) {
+    template <class L>
+    void delta(const Operation<T>& of, const L* log_speeds, const L* biases) {
         const T *const queries = buffer(of.x), *const keys = buffer(of.y), *const values = buffer(of.temporary[0]);
         const T *const decays = buffer(of.temporary[1]), *const rates = buffer(of.temporary[2]);
         const long heads = of.heads, of_values = heads * of.value_size;
         for_sequences(of, [&](const Sequence<T>& sequence, const Cached<T>& cache) {
             const long begin = sequence.begin;
-            const recurrence::Delta<T> some = {
-                queries + begin * of.width, keys + begin * of.width, values + begin * of_values, decays + begin * heads,
-                rates + begin * heads, of.weight, of.bias, buffer(of.out) + begin * of_values, of.width / of.size,
-                sequence.rows, float(of.factor), pass.parents + begin, state_of(cache)};
+            const recurrence::State state = state_of(cache);
+            const recurrence::Delta<T, L> some = {
+                queries + begin * of.width, keys + begin * of.width, values + begin * of_values,
+                decays + begin * heads * state.decays, rates + begin * heads, log_speeds, biases,
+                buffer(of.out) + begin * of_values, of.width / of.size, sequence.rows, float(of.factor),
+                pass.parents + begin, state};
             for (long head = index; head < heads; head += pass.threads) some.compute(head, of_recurrence);
         });
     }
@@ -1230,7 +1236,8 @@ struct Thread {
                 case APPEND: append(now); break;
                 case ATTEND: attend(now); break;
                 case CONVOLVE: convolve(now); break;
-                case DELTA: delta(now); break;
+                case DELTA: delta(now, now.weight, now.bias); break;
+                case DELTABYKEY: delta(now, now.log_speeds, now.biases); break;
                 case SCAN: scan(now); break;
                 case GATE:
                 case EXPERTS: activate_by_kind(now); break;

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from lookahead.cpu.heads import Select as Select
     from lookahead.cpu.states import Convolve as Convolve
     from lookahead.cpu.states import Delta as Delta
+    from lookahead.cpu.states import DeltaByKey as DeltaByKey
     from lookahead.cpu.states import Scan as Scan
     from lookahead.cpu.states import StateShape
     from lookahead.cpu.streams import Blend as Blend
@@ -44,7 +45,7 @@ thread has the same part. None: any thread may take any part."""
 
 # Where the other operations are. Whoever names one loads its module.
 _HOMES = {"Experts": "experts", "Weigh": "experts", "HeadProducts": "heads", "Join": "heads", "Select": "heads",
-          "Convolve": "states", "Delta": "states", "Scan": "states",
+          "Convolve": "states", "Delta": "states", "DeltaByKey": "states", "Scan": "states",
           "Blend": "streams", "Rescale": "streams", "Cut": "streams"}  # fmt: skip
 
 

@@ -106,14 +106,14 @@ constexpr long BLOCK = VECTORS * WIDTH;  // values of a head that are computed t
 constexpr long MOST_KEYS = 256;          // of a head of a state
 
 // The state of a recurrence, S, and what the rows of a step do to it until they are committed:
-// S = decay * S of the row before + key update^T.
+// S = decay * S of the row before + key update^T. A head has one decay, or one for each of its keys.
 struct State {
     float* held;     // [heads][keys][values], or [heads][values][keys]
     bool is_by_values;
-    float* of_rows;  // [rows][heads] of a decay, keys and an update; null if all rows are committed, one behind the other
-    long heads, keys, values;
+    float* of_rows;  // [rows][heads] of decays, keys and an update; null if all rows are committed, one behind the other
+    long heads, keys, values, decays;
 
-    float* update_of(long row, long head) const { return of_rows + (row * heads + head) * (1 + keys + values); }
+    float* update_of(long row, long head) const { return of_rows + (row * heads + head) * (decays + keys + values); }
 
     // Call f(number of a state by values, place in the block) for n values of a head, from `first` on. A few keys at a
     // time, for one of the two lies across.
@@ -152,14 +152,15 @@ static __attribute__((noinline)) void recall(const float* from, long keys, const
     for (long j = 0; j < VECTORS; j++) ::store(sum[j], sums + j * WIDTH);
 }
 
-// Update a block, which may stay where it is. sums: what it then holds for the query.
-static __attribute__((noinline)) void advance(const float* from, float* to, long keys, float decay, const float* key,
-                                              const float* update, const float* query, float* sums) {
+// Update a block, which may stay where it is. count: of decays. sums: what it then holds for the query.
+static __attribute__((noinline)) void advance(const float* from, float* to, long keys, const float* decays, long count,
+                                              const float* key, const float* update, const float* query, float* sums) {
     Floats sum[VECTORS] = {}, added[VECTORS];
+    const long step = count > 1;
     for (long j = 0; j < VECTORS; j++) added[j] = ::load(update + j * WIDTH);
     for (long i = 0; i < keys; i++)
         for (long j = 0; j < VECTORS; j++) {
-            const Floats now = ::load(from + i * BLOCK + j * WIDTH) * decay + added[j] * key[i];
+            const Floats now = ::load(from + i * BLOCK + j * WIDTH) * decays[i * step] + added[j] * key[i];
             ::store(now, to + i * BLOCK + j * WIDTH);
             sum[j] += now * query[i];
         }
@@ -172,9 +173,9 @@ inline void State::take(long head, const long* rows, long count) const {
         const long n = std::min(BLOCK, values - first);
         load(head, first, n, block);
         for (long i = 0; i < count; i++) {
-            const float* const of_row = update_of(rows[i], head);
-            std::copy_n(of_row + 1 + keys + first, n, update);
-            advance(block, block, keys, of_row[0], of_row + 1, update, of_row + 1, unused);
+            const float *const of_row = update_of(rows[i], head), *const key = of_row + decays;
+            std::copy_n(key + keys + first, n, update);
+            advance(block, block, keys, of_row, decays, key, update, key, unused);
         }
         store(head, first, n, block);
     }
@@ -200,7 +201,7 @@ struct BlockPlaces {
 };
 
 // The floats that a thread needs for a recurrence over so many rows.
-static inline long room_for(long rows, long keys) { return keys ? (rows + 1) * (keys * (BLOCK + 2) + 2 + 6) + 16 : 0; }
+static inline long room_for(long rows, long keys) { return keys ? (rows + 1) * (keys * (BLOCK + 4) + 1 + 6) + 16 : 0; }
 
 // The rows of one sequence, as a recurrence goes over them for one head.
 template <class T>
@@ -209,15 +210,19 @@ struct Followed {
     const long head, rows;
     const long* const parents;  // as for `Convolution`
     const BlockPlaces places;
-    float *const decays, *const keys, *const queries, *const blocks;  // [rows], [rows][keys] twice, [places][keys][BLOCK]
+    float *const scalars, *const decays;  // [rows] of a further number, [rows][decays]
+    float *const keys, *const queries;    // [rows][keys]
+    float *const sought;                  // [rows][keys]: what an update recalls of the block before
+    float* const blocks;                  // [places][keys][BLOCK]
 
     // room: `room_for` floats.
     Followed(const State& state, long head, long rows, const long* parents, float* room)
         : state(state), head(head), rows(rows), parents(parents), places(parents, rows, (long*)room),
-          decays(room + 6 * (rows + 1)), keys(decays + 2 * (rows + 1)), queries(keys + (rows + 1) * state.keys),
-          blocks((float*)(((uintptr_t)(queries + (rows + 1) * state.keys) + 63) / 64 * 64)) {}
+          scalars(room + 6 * (rows + 1)), decays(scalars + rows + 1), keys(decays + (rows + 1) * state.keys),
+          queries(keys + (rows + 1) * state.keys), sought(queries + (rows + 1) * state.keys),
+          blocks((float*)(((uintptr_t)(sought + (rows + 1) * state.keys) + 63) / 64 * 64)) {}
 
-    float& scalar(long row) const { return decays[rows + 1 + row]; }  // a further number of each row
+    float* decays_of(long row) const { return decays + row * state.decays; }
 
     // Go from row to row, and write T* out [rows][heads][values]. updates(row, first, n, block of the row before, to): the
     // update of n values, from `first` on; zeros behind them.
@@ -232,17 +237,18 @@ struct Followed {
                 float* const to = blocks + places.of[row + 1] * size * BLOCK;
                 alignas(64) float sums[BLOCK], update[BLOCK];
                 updates(row, first, n, from, update);
-                advance(from, to, size, decays[row], keys + row * size, update, queries + row * size, sums);
+                const float *const key = keys + row * size, *const query = queries + row * size;
+                advance(from, to, size, decays_of(row), state.decays, key, update, query, sums);
                 T* const to_out = out + (row * state.heads + head) * values + first;
                 for (long i = 0; i < n; i += WIDTH) store_some(::load(sums + i), to_out + i, n - i);
-                if (state.of_rows) std::copy_n(update, n, state.update_of(row, head) + 1 + size + first);
+                if (state.of_rows) std::copy_n(update, n, state.update_of(row, head) + state.decays + size + first);
             }
             if (!state.of_rows) state.store(head, first, n, blocks + places.of[rows] * size * BLOCK);
         }
         for (long row = 0; row < rows && state.of_rows; row++) {
             float* const to = state.update_of(row, head);
-            to[0] = decays[row];
-            std::copy_n(keys + row * size, size, to + 1);
+            std::copy_n(decays_of(row), state.decays, to);
+            std::copy_n(keys + row * size, size, to + state.decays);
         }
     }
 };
@@ -256,13 +262,14 @@ static inline float nearest(float x) {
     return number(rounded);
 }
 
-// The gated delta rule (`Delta` in operations.py) over the rows of one sequence.
-template <class T>
+// The gated delta rule (`Delta` in operations.py) over the rows of one sequence. L: the type of log_speeds and biases,
+// which are floats where each key has a decay of its own (`DeltaByKey`).
+template <class T, class L>
 struct Delta {
     const T *queries, *keys;           // [rows][key heads][keys]
     const T* values;                   // [rows][heads][values]
-    const T *decays, *rates;           // [rows][heads]
-    const T *log_speeds, *biases;      // [heads]
+    const T *decays, *rates;           // [rows][heads][decays], [rows][heads]
+    const L *log_speeds, *biases;      // [heads], [heads][decays]
     T* out;                            // [rows][heads][values]
     long key_heads, rows;
     float factor;                      // of rates
@@ -282,24 +289,37 @@ struct Delta {
         for (long i = 0; i < n; i += WIDTH) store_some(some(from + i, n - i) * scale, to + i, n - i);
     }
 
+    // The decays of a row's head.
+    void decay(long at, long head, float* to) const {
+        const float speed = std::exp(number(log_speeds[head]));
+        for (long i = 0; i < state.decays; i += WIDTH) {
+            const long n = state.decays - i;
+            const Floats x = some(decays + at * state.decays + i, n) + some(biases + head * state.decays + i, n);
+            Floats y = exponential<WIDTH>(x < 0 ? x : -x);
+            for (long l = 0; l < std::min<long>(n, WIDTH); l++) y[l] = std::log1p(y[l]);
+            store_some(exponential<WIDTH>(-speed * ((x < 0 ? Floats{} : x) + y)), to + i, n);
+        }
+    }
+
     // room: `room_for` floats.
     void compute(long head, float* room) const {
         const Followed<T> all(state, head, rows, parents, room);
-        const long size = state.keys, heads = state.heads;
+        const long size = state.keys, heads = state.heads, step = state.decays > 1;
         for (long row = 0; row < rows; row++) {
             const long of_keys = (row * key_heads + head / (heads / key_heads)) * size, at = row * heads + head;
-            normalize(keys + of_keys, size, 1, all.keys + row * size);
+            float *const of_row = all.decays_of(row), *const key = all.keys + row * size;
+            normalize(keys + of_keys, size, 1, key);
             normalize(queries + of_keys, size, std::sqrt((float)size), all.queries + row * size);
-            const float speed = std::exp(number(log_speeds[head]));
-            all.decays[row] = std::exp(-speed * softplus(number(decays[at]) + number(biases[head])));
-            all.scalar(row) = factor * nearest<T>(1 / (1 + std::exp(-number(rates[at]))));
+            decay(at, head, of_row);
+            for (long i = 0; i < size; i++) all.sought[row * size + i] = of_row[i * step] * key[i];
+            all.scalars[row] = factor * nearest<T>(1 / (1 + std::exp(-number(rates[at]))));
         }
         all.follow(out, [&](long row, long first, long n, const float* from, float* update) {
             const T* const of_row = values + (row * heads + head) * state.values + first;
             alignas(64) float sums[BLOCK];
-            recall(from, size, all.keys + row * size, sums);
+            recall(from, size, all.sought + row * size, sums);
             for (long i = 0; i < BLOCK; i += WIDTH)
-                ::store(all.scalar(row) * (some(of_row + i, n - i) - all.decays[row] * ::load(sums + i)), update + i);
+                ::store(all.scalars[row] * (some(of_row + i, n - i) - ::load(sums + i)), update + i);
         });
     }
 };

@@ -265,8 +265,9 @@ class Reference:
         q, k = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k))
         q, k = (x.repeat_interleave(groups, dim=1)[..., None] for x in (q / delta.size**0.5, k))
         v = self.heads(delta.values, delta.value_size)[..., None, :]
-        times = functional.softplus(self.values[delta.decays] + delta.biases.to(self.wide))
-        decays = (-delta.log_speeds.to(self.wide).exp() * times).exp()[..., None, None]
+        biases = delta.biases.to(self.wide).unflatten(0, (delta.heads, -1))
+        times = functional.softplus(self.heads(delta.decays, delta.decay_size) + biases)
+        decays = (-delta.log_speeds.to(self.wide).exp()[:, None] * times).exp()[..., None]
         rates = delta.factor * self.rounded(self.values[delta.rates].sigmoid())[..., None, None]
         for row, parent in enumerate(self.parents):
             before = states[parent] if parent >= 0 else self.states[delta.layer].state.to(self.wide)

@@ -30,6 +30,13 @@ class StateShape(NamedTuple):
     values: int = 0
     is_by_values: bool = False
     """Whether it is held as [heads, values, keys]."""
+    decays: int = 1
+    """Of a head: one, or one for each of its keys."""
+
+    @property
+    def of_update(self) -> int:
+        """Numbers that say what a row does to a head: decays, keys and an update."""
+        return self.decays + self.keys + self.values
 
     @property
     def of_state(self) -> tuple[int, ...]:
@@ -39,7 +46,7 @@ class StateShape(NamedTuple):
 
     def cpp_fields(self) -> dict[str, int]:
         """As C++ calls them (`CACHED`)."""
-        of_state = {"state_heads": self.heads, "state_keys": self.keys, "state_values": self.values}
+        of_state = {f"state_{name}": getattr(self, name) for name in ("heads", "keys", "values", "decays")}
         return {"channels": self.channels, **of_state, "is_by_values": self.is_by_values}
 
 
@@ -54,7 +61,7 @@ class Places(NamedTuple):
     state: int
     """The address of that of its recurrence, [heads, keys, values], or 0."""
     updates: int
-    """The address of what the rows do to it, float32 [T, heads, 1 + keys + values]; 0: as for inputs."""
+    """The address of what the rows do to it, float32 [T, heads, `of_update`]; 0: as for inputs."""
 
     def cpp_fields(self) -> dict[str, int]:
         """As C++ calls them (`CACHED`)."""
@@ -124,6 +131,11 @@ class _Recurrence(Operation):
         return self.x.width // self.size
 
     @property
+    def decay_size(self) -> int:
+        """Decays of a head."""
+        return 1
+
+    @property
     def value_size(self) -> int:
         """Numbers of a head of values."""
         return self.values.width // self.heads
@@ -142,7 +154,8 @@ class _Recurrence(Operation):
 
     def state_shapes(self, before: Mapping[int, StateShape]) -> dict[int, StateShape]:
         found = before.get(self.layer, StateShape(0, 0))
-        return {self.layer: StateShape(*found[:2], self.heads, self.size, self.value_size, self.is_by_values)}
+        sizes = self.heads, self.size, self.value_size
+        return {self.layer: StateShape(*found[:2], *sizes, self.is_by_values, self.decay_size)}
 
     def fits(self) -> bool:
         heads = self.heads
@@ -183,6 +196,28 @@ class Delta(_Recurrence):
     @property
     def _of_heads(self) -> set[int]:
         return {self.decays.width, self.rates.width, len(self.log_speeds), len(self.biases)}
+
+
+@dataclass(frozen=True, eq=False)
+class DeltaByKey(Delta):
+    """The delta rule with a decay for each number of a key (Kimi Linear, arXiv 2510.26692): d is [keys, 1].
+
+    decays: [heads * size] of a row, as are the biases. log_speeds: [heads]. Both are float32.
+    """
+
+    def wide(self) -> list[torch.Tensor]:
+        return [self.log_speeds, self.biases]
+
+    @property
+    def decay_size(self) -> int:
+        return self.size
+
+    @property
+    def _of_heads(self) -> set[int]:
+        return {self.rates.width, len(self.log_speeds)}
+
+    def fits(self) -> bool:
+        return super().fits() and self.decays.width == len(self.biases) == self.heads * self.size
 
 
 @dataclass(frozen=True, eq=False)

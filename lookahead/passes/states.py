@@ -32,7 +32,7 @@ def find(executor: Executor, cache: LookaheadCache, rows: int) -> list[Places]:
     """
     itemsize, shapes = executor.like.element_size(), executor.states.values()
     of_inputs = [itemsize * rows * shape.channels for shape in shapes]
-    of_states = [4 * rows * shape.heads * (1 + shape.keys + shape.values) for shape in shapes]
+    of_states = [4 * rows * shape.heads * shape.of_update for shape in shapes]
     *starts, size = places_of([*of_inputs, *of_states])
     if cache.room.nbytes < size + ALIGNMENT:
         cache.room = np.empty(size + ALIGNMENT, np.uint8)

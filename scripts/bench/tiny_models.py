@@ -145,6 +145,7 @@ SETTINGS: dict[str, dict] = {
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"], **MAMBA},
     "granitemoeshared": {"shared_intermediate_size": 16},
     "jamba": {"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1},
+    "kimi_linear": {"linear_head_dim": 32},  # of what is read by a product
     "laguna": {**MIXED, "num_attention_heads_per_layer": [4, 8]},
     "lfm2": {"layer_types": ["conv", "full_attention"], "full_attn_idxs": None},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},

@@ -264,15 +264,18 @@ class RandomProgram:
             values += 1
         widths = key_heads * keys, key_heads * keys, heads * values
         layer, taps, first = self.next_layer(), self.rng.randint(2, 5), 0
-        *parts, gate, decays, rates = self.products(x, *widths, heads * values, heads, heads)
+        by_key = self.rng.random() < 0.5
+        of_decays = heads * keys if by_key else heads
+        *parts, gate, decays, rates = self.products(x, *widths, heads * values, of_decays, heads)
         convolved = []
         for part in parts:
             convolved.append(self.add(op.Gate(self.convolved(part, layer, first, taps), Value(part.width), "silu")))
             first += part.width
         q, k, v = convolved
         out, factor = Value(heads * values), self.rng.choice([1.0, 2.0])
-        speeds = self.numbers(heads), self.numbers(heads)
-        delta = self.add(op.Delta(q, out, k, v, decays, rates, *speeds, layer, heads, keys, factor))
+        kind, dtype = (op.DeltaByKey, torch.float32) if by_key else (op.Delta, self.dtype)
+        speeds = (self.memory.copy(self.numbers(count).to(dtype)) for count in (heads, of_decays))
+        delta = self.add(kind(q, out, k, v, decays, rates, *speeds, layer, heads, keys, factor))
         normed = self.norm(delta, values, chance=0.7)
         gated = self.add(op.Gate(gate, Value(gate.width), "silu", normed, rounds_once=self.rng.random() < 0.5))
         return self.products(gated, x.width)[0]
@@ -558,7 +561,7 @@ class RandomRows:
             inputs = memory.copy(torch.randn(shape.channels, columns).to(program.dtype))
             self.states[layer] = State(inputs, memory.copy(torch.randn(shape.of_state)))
             of_inputs = memory.empty(rows, shape.channels, dtype=program.dtype)
-            updates = memory.empty(rows, shape.heads, 1 + shape.keys + shape.values, dtype=torch.float32)
+            updates = memory.empty(rows, shape.heads, shape.of_update, dtype=torch.float32)
             self.of_rows.append((of_inputs, updates))
         self.states_before = {layer: State(*(part.clone() for part in state)) for layer, state in self.states.items()}
         of_states = [

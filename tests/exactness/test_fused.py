@@ -74,7 +74,7 @@ FAMILIES = [
     "minimax_m2", "ernie4_5_moe", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "axk1", "afmoe", "gpt_oss",
     "granitemoe_swa", "flint", "cohere2_moe", "beam", "mimo_v2_flash", "aria_text", "lara_mini",
     "llama4_text", "kolibri1", "laguna", "dbrx", "qwen3_vl_moe", "qwen3_omni_moe_thinker", "glm4v_moe",
-    "ernie4_5_vl_moe",
+    "ernie4_5_vl_moe", "kimi_linear",
 ]  # fmt: skip
 # In older transformers, these have parts of another shape or of another model, or masks that are not causal.
 OTHERS_BEFORE = ["gptj", "codegen", "nemotron_h", "cohere_compass_text", "aria_text"]
@@ -82,7 +82,10 @@ SEE_WHAT_FOLLOWS = [] if hasattr(modeling_rembert, "create_causal_mask") else ["
 LEFT_OUT = [*([] if hasattr(modeling_gptj, "GPTJRotaryEmbedding") else OTHERS_BEFORE), *SEE_WHAT_FOLLOWS]
 FAMILIES = [family for family in FAMILIES if family not in LEFT_OUT and family in CONFIG_MAPPING]
 
-STATES = ["lfm2", "lfm3", "qwen3_5_text", "olmo_hybrid", "bamba", "falcon_h1", "nemotron_h", "mamba2", "zamba2"]
+STATES = [
+    *("lfm2", "lfm3", "qwen3_5_text", "olmo_hybrid", "kimi_linear", "bamba", "falcon_h1", "nemotron_h", "mamba2"),
+    "zamba2",
+]
 STATES = [family for family in STATES if family in FAMILIES]
 WITH_WINDOWS = {
     "mistral", "ministral", "gemma3_text", "gemma3n_text", "gemma4_text", "phi3", "olmo3", "cohere2", "mixtral",
@@ -95,7 +98,8 @@ WITH_WINDOWS = {
 MIXTURES = set(FAMILIES[FAMILIES.index("mixtral") :])
 # a copy of their weights must be made, for which torch multiplies with the original
 TRANSPOSED = {"gpt2", "gpt_oss", "aria_text", "llama4_text", "dbrx"}
-LATENT = {"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "axk1", "youtu", "minicpm3"}  # attention has another form
+# their attention has another form
+LATENT = {"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "axk1", "youtu", "minicpm3", "kimi_linear"}
 # they multiply with parts of weights, and torchao does not know Falcon's layers
 NOT_QUANTIZED = LATENT | {"roc_bert", "falcon"}
 # The own code of these does not use our attention, nor, in Falcon, our products; Ministral 3 scales queries apart, and

@@ -46,7 +46,7 @@ IN_ONE_CALL = [
     if t
     in (
         *("mamba2", "bamba", "granitemoehybrid", "falcon_h1", "nemotron_h", "lfm2", "lfm2_moe", "lfm3"),
-        *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "lara_mini", "zamba2"),
+        *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "lara_mini", "zamba2", "kimi_linear"),
     )
 ]
 """Their passes."""

@@ -84,6 +84,7 @@ HOMES: dict[str, str] = {
             "Mamba2ForCausalLM BambaForCausalLM GraniteMoeHybridForCausalLM FalconH1ForCausalLM NemotronHForCausalLM"
         ),
         "zamba": "Zamba2ForCausalLM",
+        "kimi_linear": "KimiLinearForCausalLM",
         "hrm": "HrmTextForCausalLM",
         "with_images": (
             "Gemma3ForConditionalGeneration Gemma3nForConditionalGeneration Gemma4ForConditionalGeneration "

@@ -49,11 +49,7 @@ class Qwen3_5(Llama):  # the name that transformers gives it
         """The gated delta rule behind short convolutions. Its result is normed and gated."""
         self.own(attention, "GatedDeltaNet")
         *parts, gate, rates, decays = self.inputs(x, attention)
-        convolved, first, activation = [], 0, ACT2FN[attention.activation]
-        for part in parts:
-            convolved.append(self.gate(self.convolve(part, attention.conv1d, attention.layer_idx, first), activation))
-            first += part.width
-        q, k, v = convolved
+        q, k, v = self.convolved(parts, attention)
         speeds = attention.A_log.detach(), attention.dt_bias.detach()
         settings = attention.layer_idx, attention.num_v_heads, attention.head_k_dim
         factor = 2.0 if getattr(attention, "allow_neg_eigval", False) else 1.0

@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.activations import ACT2FN
 
 from lookahead.cpu import operations as op
 from lookahead.cpu.operations import Value
@@ -37,11 +36,7 @@ class Bamba(Llama):
         width, size, heads = mixer.intermediate_size, mixer.ssm_state_size, mixer.num_heads
         of_keys = mixer.n_groups * size
         gate, *parts, times = self.inputs(x, mixer, (width, width, of_keys, of_keys))
-        convolved, first, activation = [], 0, ACT2FN[mixer.activation]
-        for part in parts:  # values, keys and queries
-            convolved.append(self.gate(self.convolve(part, mixer.conv1d, mixer.layer_idx, first), activation))
-            first += part.width
-        v, k, q = convolved
+        v, k, q = self.convolved(parts, mixer)
         of_heads = mixer.A_log.detach(), mixer.dt_bias.detach(), mixer.D.detach()
         scanned = self._add(op.Scan(q, Value(width), k, v, times, *of_heads, mixer.layer_idx, heads, size))
         return self.product(self.gated(scanned, gate, mixer), mixer.out_proj)

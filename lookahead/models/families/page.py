@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from transformers.activations import ACT2FN
 from transformers.pytorch_utils import Conv1D
 
 from lookahead.compat import gguf_class, gguf_name, global_hooks_of_users, has_own_call, registered_experts
@@ -300,6 +301,14 @@ class Page:
         weight, bias = module.weight.detach()[first : first + x.width, 0], module.bias
         bias = None if bias is None else bias.detach()[first : first + x.width]
         return self._add(op.Convolve(x, Value(x.width), weight, layer, bias, first))
+
+    def convolved(self, parts: Sequence[Value], mixer: Any) -> list[Value]:
+        """What a recurrence reads, behind a convolution of it all and an activation."""
+        found, first, activation = list[Value](), 0, ACT2FN[mixer.activation]
+        for part in parts:
+            found.append(self.gate(self.convolve(part, mixer.conv1d, mixer.layer_idx, first), activation))
+            first += part.width
+        return found
 
     def experts(self, x: Value, router: Any, experts: Any, adds_to_one: bool, *others: Any, **settings: Any) -> Value:
         """Arguments as for `experts.operation`."""
