@@ -19,6 +19,7 @@ from transformers import BatchEncoding, PreTrainedModel
 
 import lookahead
 from bench import cli
+from bench.methods import twin_of
 from bench.pages import command_line, heading, show_results, table
 from bench.timing import decoding_options, in_turn, load_for_batches, timed, why_no_ratios
 from lookahead import LookaheadConfig, NgramPool
@@ -80,7 +81,7 @@ def main(
     texts = [prompt["turns"][0] for prompt in read_prompts(prompts_file, limit)]
     options = {**decoding_options(max_new_tokens, temperature), "pad_token_id": tokenizer.pad_token_id}
     ends = model.generation_config.eos_token_id
-    config = LookaheadConfig(budget=budget)
+    wrapped = lookahead.wrap(twin_of(model), LookaheadConfig(budget=budget))
 
     def encode(batch: list[str]) -> BatchEncoding:
         return tokenizer(batch, return_tensors="pt", padding=True, return_token_type_ids=False).to(model.device)
@@ -90,11 +91,9 @@ def main(
     ) -> dict:
         """Call a method. pools: the shared pool of each repeat. others: options in place of the usual ones."""
         if method != "plain":
-            lookahead.wrap(model, config, pools[repeat] if method == "shared pool" else None)
-        texts, seconds = timed(model, inputs, options | others, seed)
-        stats = None if method == "plain" else model.lookahead.last
-        lookahead.unwrap(model)
-        return {"texts": texts, "seconds": seconds, "stats": stats}
+            lookahead.wrap(wrapped, pool=pools[repeat] if method == "shared pool" else NgramPool())
+        texts, seconds = timed(model if method == "plain" else wrapped, inputs, options | others, seed)
+        return {"texts": texts, "seconds": seconds, "stats": None if method == "plain" else wrapped.lookahead.last}
 
     run(encode(texts[:1]), 0, [], "fresh pool")  # measures step costs, on a cache that must not count
     alone = []

@@ -87,6 +87,7 @@ def compare(
         f"auto, {at_once} texts at once": partial(written_at_once, most=at_once),
         "auto, two threads": written_in_threads,
     }
+    unwrap(model)
     for name, write in ways.items():
         wrap(model, pool=NgramPool(LookaheadConfig().pool_memory_mb))
         texts = write(model, prompts, options)

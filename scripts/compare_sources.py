@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 import lookahead
 from bench import cli
 from bench.corpora import conversation, first_of_each, prompt_ids
-from bench.methods import as_inputs, forget_settings, timed_by
+from bench.methods import as_inputs, forget_settings, timed_by, twin_of
 from bench.pages import command_line, heading, table, write_results
 from bench.recycling import GooseSource, RacerSource, TokenRecyclingSource
 from bench.timing import decoding_options, in_turn, timed, why_no_ratios
@@ -110,13 +110,14 @@ def measure(
     """Decode all prompts with each row of sources and each number of guesses; return a result for each of them."""
     rows = {(budget, name): row for budget in guesses for name, row in rows_of(model, others, budget).items()}
     plain_seconds: list[float] = []
+    wrapped = twin_of(model)
 
     def call(ids: list[int], seed: int, key: tuple, _: int) -> tuple[list[int], float]:
         if key == PLAIN:
             (text,), took = timed(model, as_inputs(ids, model.device), options, seed)
             return text, took
         row = rows[key]
-        text, took = row.decode(model, ids, options, seed)
+        text, took = row.decode(wrapped, ids, options, seed)
         if seed >= 0:
             row.total += row.engine.last
         return text, took
