@@ -354,9 +354,10 @@ def _but_for_timm(make):
 def tiny_model(model_type: str, seed: int = 0, **settings):
     """Return a random float32 model in eval mode, whose logits are spread enough for varied, non-uniform sampling."""
     torch.manual_seed(seed)
-    is_part = getattr(CONFIG_MAPPING[model_type], "base_config_key", "") == "text_config"
-    if is_part and CONFIG_MAPPING[model_type] not in AutoModelForCausalLM._model_mapping:  # only the whole is a model
-        return tiny_model(model_type.removesuffix("_text"), seed, **settings)
+    kinds = AutoModelForCausalLM, AutoModelForImageTextToText
+    if not any(CONFIG_MAPPING[model_type] in kind._model_mapping for kind in kinds):  # only the whole is a model
+        whole = (name for name, (text, _) in WITH_IMAGES.items() if text == model_type)
+        return tiny_model(next(whole, model_type.removesuffix("_text")), seed, **settings)
     of_text, more = WITH_IMAGES.get(model_type, (model_type, {}))
     settings = {**COMMON, **(SETTINGS | ALIKE).get(of_text, {}), **settings}
     config = AutoConfig.for_model(model_type, **({**more, "text_config": settings} if more else settings))

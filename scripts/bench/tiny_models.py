@@ -162,7 +162,7 @@ SETTINGS: dict[str, dict] = {
     "prophetnet": {"num_hidden_layers": None, "pad_token_id": 0},
     **{
         family: {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}}
-        for family in ("qwen2_vl_text", "qwen2_5_vl_text")
+        for family in ("qwen2_vl_text", "qwen2_5_vl_text", "glm4v_text")
     },
     "qwen4_exp_text": {
         "layer_types": ["linear_attention", "indexed_attention"],

@@ -331,11 +331,11 @@ def test_a_prompt_that_is_cancelled_is_read_no_further(family, tokenizer):
         of._portion, steps, step = 4, [], of._sequences.step
         longer = [*first, *(3 + (count * number) % 90 for number in range(400))]
 
-        def counted(count=count, steps=steps, step=step):
+        def counted(weights_may_change, count=count, steps=steps, step=step):
             steps.append(None)
             if len(steps) == count:
                 of.cancel(begun)  # noqa: B023
-            return step()
+            return step(weights_may_change)
 
         ended = threading.Event()
         of._sequences.step = counted

@@ -59,8 +59,6 @@ def _around(of_text: Any) -> Any:
             return self._text
 
         def head(self, x: Value) -> None:
-            if getattr(self.inner.config, "final_logit_softcapping", None) is not None:
-                raise UnknownModelError("logits of its text model are capped, perhaps not its own")
             self.logits(x, self.model.lm_head)
 
         def placeholders(self) -> list[int]:
