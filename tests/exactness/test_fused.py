@@ -77,7 +77,10 @@ FAMILIES = [
     "ernie4_5_vl_moe", "kimi_linear",
 ]  # fmt: skip
 # In older transformers, these have parts of another shape or of another model, or masks that are not causal.
-OTHERS_BEFORE = ["gptj", "codegen", "nemotron_h", "cohere_compass_text", "aria_text"]
+OTHERS_BEFORE = [
+    *("gptj", "codegen", "nemotron_h", "cohere_compass_text", "aria_text"),
+    *("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"),
+]
 SEE_WHAT_FOLLOWS = [] if hasattr(modeling_rembert, "create_causal_mask") else ["megatron-bert", "rembert", "big_bird"]
 LEFT_OUT = [*([] if hasattr(modeling_gptj, "GPTJRotaryEmbedding") else OTHERS_BEFORE), *SEE_WHAT_FOLLOWS]
 FAMILIES = [family for family in FAMILIES if family not in LEFT_OUT and family in CONFIG_MAPPING]
