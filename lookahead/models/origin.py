@@ -33,6 +33,8 @@ _CALLED = (
     "__ne__", "__lt__", "__le__", "__gt__", "__ge__",
 )  # fmt: skip
 _FOLLOWED, _NOT_FOLLOWED = ("transformers.", "torch.nn."), "transformers.generation"  # modules with further functions
+# What Python itself adds to classes: when an instance is first copied, or when annotations are first asked for.
+_PYTHONS = {"__slotnames__", "__annotations__", "__annotations_cache__"}
 _IS_FUNCTION = 0x1  # CO_OPTIMIZED: the code of a function, not of a class
 
 
@@ -224,8 +226,7 @@ class Origin:
         """All code that neither torch nor transformers defines there."""
         self.methods = frozenset(name for cls, name in done if isinstance(vars(cls)[name], FunctionType))
         """Names of the methods that passes call. An attribute of an object may stand in for its class's."""
-        self._attributes = [value for cls in self._classes for value in vars(cls).values()]
-        self._sizes = [len(vars(cls)) for cls in self._classes]
+        self._look()
         spaces, found = zip(*self._bindings.values(), strict=True) if self._bindings else ((), ())
         self._bound = spaces, [name for _, name in self._bindings], found
 
@@ -233,12 +234,30 @@ class Origin:
         """Whether nothing was replaced since."""
         # Each call of generate() asks this of a thousand names, so nothing here is a function of Python's.
         spaces, names, found = self._bound
+        has_same_classes = list(map(len, map(vars, self._classes))) == self._sizes and all(
+            map(is_, chain.from_iterable(map(_VALUES, map(vars, self._classes))), self._attributes)
+        )
         return (
-            list(map(len, map(vars, self._classes))) == self._sizes
-            and all(map(is_, chain.from_iterable(map(_VALUES, map(vars, self._classes))), self._attributes))
+            (has_same_classes or self._has_same_but_for_pythons())
             and all(map(is_, map(_CODE, self._functions), self._functions.values()))
             and all(map(is_, map(dict.get, spaces, names, repeat(_MISSING)), found))
         )
+
+    def _look(self) -> None:
+        """Note what the classes have."""
+        self._before = [dict(vars(cls)) for cls in self._classes]
+        self._attributes = list(chain.from_iterable(map(_VALUES, self._before)))
+        self._sizes = list(map(len, self._before))
+
+    def _has_same_but_for_pythons(self) -> bool:
+        """Whether the classes have what they had, but for what Python itself has added. That is noted."""
+        for cls, before in zip(self._classes, self._before, strict=True):
+            now = vars(cls)
+            names = (now.keys() | before.keys()) - _PYTHONS
+            if any(now.get(name, _MISSING) is not before.get(name, _MISSING) for name in names):
+                return False
+        self._look()
+        return True
 
     def _blame(self, place: str, found: Any, cls: type | None = None) -> None:
         self._foreign.setdefault(place, Foreign(place, found, cls))

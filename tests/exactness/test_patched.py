@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import copyreg
 import functools
 import gc
 import itertools
@@ -1233,3 +1234,19 @@ def test_a_smaller_vocabulary_goes_on_with_a_new_pool():
     with pytest.raises(ValueError, match=r"the pool holds token .* but the model knows 93 tokens.*give one"):
         text_of(model)
     assert model.lookahead.pool is mine
+
+
+def test_what_python_adds_to_a_class_is_no_change():
+    """It notes the slots of a class when an instance is first copied."""
+
+    class Copied(llama.LlamaMLP):
+        pass
+
+    model = tiny_model("llama")
+    model.model.layers[0].mlp.__class__ = Copied
+    before = state_of(model)
+    copyreg._slotnames(Copied)  # as copy.copy does
+    assert "__slotnames__" in vars(Copied)
+    assert before.is_current(model)
+    Copied.forward = lambda self, x: x
+    assert not before.is_current(model)
