@@ -557,14 +557,14 @@ class Executor:
         """Hold the model's tensors again, which are where they were."""
         self._tensors = tensors
 
-    def is_stale(self, parts: int = 1) -> bool:
+    def is_stale(self, part: int = 0, parts: int = 1) -> bool:
         """Whether a copy that `smallest` has made differs from the weights, in one block of each matrix.
 
         Each time, another block is looked at. So a change of most weights is seen at once, others are seen by chance.
-        parts: into which the matrices are divided. One of them is looked at, each time another.
+        part: of so many parts of the matrices, the one that is looked at.
         """
         self._turn += 1
-        return self._differ is not None and self._differ(self._turn, parts)
+        return self._differ is not None and self._differ(self._turn * parts + part, parts)
 
     def has_changed(self) -> bool:
         """Whether any number has changed that a copy was made of. This takes as long as to read all of them."""

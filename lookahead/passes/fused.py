@@ -63,7 +63,6 @@ class Watch:
         self._counted = [tensor for tensor in self._in_memory if not tensor.is_inference()]
         self._before = _looked_at(self._in_memory, self._counted)
         self._parts: list[list] = []  # what is watched and what was seen, once it is asked for
-        self._turn = 0
 
     def has_changed(self) -> bool:
         """Whether anything has changed since this was made."""
@@ -72,17 +71,16 @@ class Watch:
             return True
         return _looked_at(self._in_memory, self._counted) != self._before
 
-    def has_part_changed(self) -> bool:
-        """Whether one of PARTS has changed, another in each turn. Between two passes, caches are cold: to look at all
-        takes up to half a millisecond."""
+    def has_part_changed(self, part: int) -> bool:
+        """Whether one of PARTS has changed. Between two passes, caches are cold: to look at all takes up to half a
+        millisecond."""
         if not self._parts:
             seen: tuple[list[Any], ...] = self._tensors, self._in_memory, self._counted, *self._before
             seen = self._places, self._names, *seen
             self._parts = [
                 [one[len(one) * i // PARTS : len(one) * (i + 1) // PARTS] for one in seen] for i in range(PARTS)
             ]
-        self._turn = (self._turn + 1) % PARTS
-        places, names, tensors, memory, counted, *before = self._parts[self._turn]
+        places, names, tensors, memory, counted, *before = self._parts[part]
         if not all(map(operator.is_, map(dict.get, places, names), tensors)):
             return True
         return _looked_at(memory, counted) != tuple(before)
@@ -181,6 +179,7 @@ class FusedRunner(EagerRunner):
                 self._use(ready, is_compared=False)
             else:
                 self._use(self._read(packs))
+        self._part = 0  # of what is watched, which the last pass has looked at
         self._rotary_watch = Watch([])
         self._rotary: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self._serves = range(0)  # the largest position of a pass that takes these
@@ -347,9 +346,10 @@ class FusedRunner(EagerRunner):
 
     def _has_changed(self, executor: Executor, others_ran: bool) -> bool:
         """Whether weights have changed, as far as a look at them tells. others_ran: as for `EagerRunner.run`."""
-        if self._first is None and executor.is_stale(1 if others_ran else PARTS):
-            return True
-        return self._watch.has_changed() if others_ran else self._watch.has_part_changed()
+        if others_ran:
+            return (self._first is None and executor.is_stale()) or self._watch.has_changed()
+        self._part = part = (self._part + 1) % PARTS  # other calls go through the parts in their own turn
+        return (self._first is None and executor.is_stale(part, PARTS)) or self._watch.has_part_changed(part)
 
     def _finds(self, executor: Executor, b: int, cache: LookaheadCache) -> "_Buffers | None":
         """Return the buffers of a sequence's cache, all initialized; None if a pass cannot read and write them."""
