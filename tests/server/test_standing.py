@@ -453,7 +453,8 @@ def test_a_request_for_many_answers_leaves_room_for_others(parallel):
     model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL).eval()
     lookahead.wrap(model, FIXED_GUESSES)
     tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
-    of, ended = generations(model, tokenizer, 2**20, parallel), SimpleQueue()
+    of, ended, all_asked = generations(model, tokenizer, 2**20, parallel), SimpleQueue(), threading.Event()
+    of.calls.put(lambda: all_asked.wait(60))  # else the first answer may have begun, or ended, before the others come
 
     def ask_for(who: str, answers: int, tokens: int) -> None:
         def send(number, piece):
@@ -466,6 +467,7 @@ def test_a_request_for_many_answers_leaves_room_for_others(parallel):
     ask_for("many", 8, 60)
     ask_for("one", 1, 4)
     ask_for("two", 2, 4)
+    all_asked.set()
     order = [ended.get(timeout=60) for _ in range(11)]
     assert order.index("one") <= (1 if parallel == 1 else 0), order
     assert order.index("two") <= 2, order
