@@ -64,23 +64,20 @@ class Watch:
         self._before = _looked_at(self._in_memory, self._counted)
         self._parts: list[list] = []  # what is watched and what was seen, once it is asked for
 
-    def has_changed(self) -> bool:
-        """Whether anything has changed since this was made."""
-        now = map(dict.get, self._places, self._names)
-        if not all(map(operator.is_, now, self._tensors)):
-            return True
-        return _looked_at(self._in_memory, self._counted) != self._before
+    def has_changed(self, part: int | None = None) -> bool:
+        """Whether anything has changed since this was made. part: of PARTS, the one that is looked at; default: all.
 
-    def has_part_changed(self, part: int) -> bool:
-        """Whether one of PARTS has changed. Between two passes, caches are cold: to look at all takes up to half a
-        millisecond."""
-        if not self._parts:
-            seen: tuple[list[Any], ...] = self._tensors, self._in_memory, self._counted, *self._before
-            seen = self._places, self._names, *seen
-            self._parts = [
-                [one[len(one) * i // PARTS : len(one) * (i + 1) // PARTS] for one in seen] for i in range(PARTS)
-            ]
-        places, names, tensors, memory, counted, *before = self._parts[part]
+        Between two passes, caches are cold: to look at all takes up to half a millisecond.
+        """
+        of_all: tuple[list[Any], ...] = self._tensors, self._in_memory, self._counted, *self._before
+        seen: Sequence[list[Any]] = (self._places, self._names, *of_all)
+        if part is not None:
+            if not self._parts:
+                self._parts = [
+                    [one[len(one) * i // PARTS : len(one) * (i + 1) // PARTS] for one in seen] for i in range(PARTS)
+                ]
+            seen = self._parts[part]
+        places, names, tensors, memory, counted, *before = seen
         if not all(map(operator.is_, map(dict.get, places, names), tensors)):
             return True
         return _looked_at(memory, counted) != tuple(before)
@@ -349,7 +346,7 @@ class FusedRunner(EagerRunner):
         if others_ran:
             return (self._first is None and executor.is_stale()) or self._watch.has_changed()
         self._part = part = (self._part + 1) % PARTS  # other calls go through the parts in their own turn
-        return (self._first is None and executor.is_stale(part, PARTS)) or self._watch.has_part_changed(part)
+        return (self._first is None and executor.is_stale(part, PARTS)) or self._watch.has_changed(part)
 
     def _finds(self, executor: Executor, b: int, cache: LookaheadCache) -> "_Buffers | None":
         """Return the buffers of a sequence's cache, all initialized; None if a pass cannot read and write them."""
