@@ -57,13 +57,6 @@ static INLINE Floats multiply_add(Pair a, Ints b, Floats sum) {
 }
 #endif
 
-// Prefetch n numbers of what is wanted KEYS keys later. A core can wait for some 16 lines at a time, so these are asked
-// for a few at a time, between products.
-template <class T>
-static INLINE void prefetch(const T* x, long n) {
-    for (long byte = 0; byte < n * long(sizeof(T)); byte += 64) __builtin_prefetch((const char*)x + byte, 0, 2);
-}
-
 // A GEMM: a[i][j] * b[j], summed over j < k in this order, times `scaling` or, if it ADDS, onto c[i]. Rows of each are so
 // many numbers apart.
 template <class By, class B = typename By::Factor>
@@ -73,6 +66,7 @@ struct Gemm {
     const B* b;  // factors, or values that become factors in registers
     long c_row, a_row, b_row, k;
     float scaling = 1;
+    Wanted wanted = {};  // at each j of the first tile
 
     // For m rows, in register tiles of about equal size, and n vectors.
     template <bool ADDS>
@@ -80,8 +74,8 @@ struct Gemm {
         const long tiles = (m + ROWS - 1) / ROWS, rows = (m + tiles - 1) / tiles;
         for (long v = 0; v < n; v += v + VECTORS <= n ? VECTORS : 1)
             for (long i = 0; i < m; i += rows) {
-                const Gemm some = {
-                    c + i * c_row + v * WIDTH, a + i * a_row, b + v * WIDTH, c_row, a_row, b_row, k, scaling};
+                const Gemm some = {c + i * c_row + v * WIDTH, a + i * a_row, b + v * WIDTH, c_row, a_row, b_row, k,
+                                   scaling, i + v ? Wanted{} : wanted};
                 if (v + VECTORS <= n)
                     some.template tile_of<ADDS, VECTORS>(std::min(rows, m - i));
                 else
@@ -107,7 +101,7 @@ struct Gemm {
             UNROLL for (int v = 0; v < N; v++) sums[i][v] = ADDS ? load(c + i * c_row + v * WIDTH) : Floats{};
         for (long j = 0; j < k; j++) {
             typename By::Factors factors[N];
-            if constexpr (sizeof(B) < sizeof *a) prefetch(b + (KEYS + j) * b_row, N * WIDTH);
+            wanted.prefetch(j);
             UNROLL for (int v = 0; v < N; v++) factors[v] = By::load(b + j * b_row + v * WIDTH);
             UNROLL for (int i = 0; i < M; i++)
                 UNROLL for (int v = 0; v < N; v++) sums[i][v] = multiply_add(a[i * a_row + j], factors[v], sums[i][v]);
@@ -156,14 +150,15 @@ struct BySingles {
     }
 
     // n values of this size as factors, in rows of `padded` numbers. They are unpacked into room if necessary.
-    static const float* values(const float* x, long n, long size, long, float* room) {
+    // wanted: at each value, or at each pair of them.
+    static const float* values(const float* x, long n, long size, long, float* room, Wanted) {
         if (padded(size) == size) return x;
         for (long j = 0; j < n; j++) std::copy_n(x + j * size, size, room + j * padded(size));
         return room;
     }
-    static const float* values(const BFloat16* x, long n, long size, long, float* room) {
+    static const float* values(const BFloat16* x, long n, long size, long, float* room, Wanted wanted) {
         for (long j = 0; j < n; j++, x += size, room += padded(size)) {
-            prefetch(x + KEYS * size, size);
+            wanted.prefetch(j);
             long d = 0;
             for (; d + WIDTH <= size; d += WIDTH) store(load(x + d), room + d);
             for (; d < size; d++) room[d] = number(x[d]);
@@ -191,16 +186,33 @@ struct ByPairs {
     static INLINE void put(Ints lanes, const BFloat16*, Pair* to) { memcpy(to, &lanes, sizeof lanes); }
 
     // size is a multiple of WIDTH. lone: 1 if the first value is the second one of its pair, else 0.
-    static const Pair* values(const BFloat16* x, long n, long size, long lone, Pair* room) {
-        for (long j = -lone, pair = 0; j < n; j += 2, pair++)
-            for (long d = 0; d < size; d += WIDTH) {
+    static const Pair* values(const BFloat16* x, long n, long size, long lone, Pair* room, Wanted wanted) {
+        for (long j = -lone, pair = 0; j < n; j += 2, pair++) {
+            Pair* const to = room + pair * size;
+            long d = 0;
+            wanted.prefetch(pair);
+            for (; d + 2 * WIDTH <= size && 0 <= j && j + 1 < n; d += 2 * WIDTH) {
+                const Ints first = some_bits(x + j * size + d, 2 * WIDTH);
+                const Ints second = some_bits(x + (j + 1) * size + d, 2 * WIDTH);
+                const Ints low = interleaved<0>(first, second), high = interleaved<1>(first, second);
+                memcpy(to + d, &low, sizeof low), memcpy(to + d + WIDTH, &high, sizeof high);
+            }
+            for (; d < size; d += WIDTH) {
                 Ints both = {};
-                __builtin_prefetch(x + (KEYS + j + d / WIDTH % 2) * size + d / (2 * WIDTH) * (2 * WIDTH), 0, 2);
                 if (j >= 0) both |= bits<WIDTH>(x + j * size + d);
                 if (j + 1 < n) both |= bits<WIDTH>(x + (j + 1) * size + d) << 16;
-                memcpy(room + pair * size + d, &both, sizeof both);
+                memcpy(to + d, &both, sizeof both);
             }
+        }
         return room;
+    }
+
+    // Numbers of two vectors in turn: those of their first halves, or of their second ones.
+    template <int HALF>
+    static INLINE Ints interleaved(Ints first, Ints second) {
+        constexpr Ints LANES = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+        constexpr Ints PLACES = (LANES + HALF * WIDTH) * 0x10001 + (2 * WIDTH << 16);  // of a number of each, in a lane
+        return (Ints)_mm512_permutex2var_epi16((__m512i)first, (__m512i)PLACES, (__m512i)second);
     }
 
     static INLINE Ints load(const Pair* x) {
@@ -227,20 +239,23 @@ static inline Floats capped(Floats score, float cap) {
 }
 
 // Write n keys of this size as columns, the first one as column `lead`: number d of all keys, or the pair in which it is,
-// is a row of KEYS factors. Columns without a key, in vectors that have one, become 0. Later keys are prefetched.
+// is a row of KEYS factors. Columns without a key, in vectors that have one, become 0. wanted: at each transposition.
 template <class By, class T>
-static void transpose_keys(const T* x, long n, long size, long lead, typename By::Factor* to) {
+static void transpose_keys(const T* x, long n, long size, long lead, typename By::Factor* to, Wanted wanted) {
     constexpr long OF_LANE = sizeof(float) / sizeof(T), TOGETHER = OF_LANE * WIDTH;  // numbers
+    long step = 0;
     for (long column = 0; column < lead + n; column += WIDTH)
         for (long d = 0; d < size; d += TOGETHER) {
             const T* const from = x + (column - lead) * size + d;
             typename By::Factor* const rows = to + d / By::TOGETHER * KEYS + column;
             Ints v[WIDTH];
             if (lead <= column && column + WIDTH <= lead + n && d + TOGETHER <= size) {
-                UNROLL for (int i = 0; i < WIDTH; i++) {
-                    v[i] = some_bits(from + i * size, TOGETHER);
-                    __builtin_prefetch(from + (KEYS + i) * size, 0, 2);
+                const T* key = from;
+                UNROLL for (int i = 0; i < WIDTH; i += 4, key += 4 * size) {
+                    asm("" : "+r"(key));  // else the compiler keeps all addresses, and vectors find no registers
+                    UNROLL for (int j = 0; j < 4; j++) v[i + j] = some_bits(key + j * size, TOGETHER);
                 }
+                wanted.prefetch(step++);
                 transpose(v);
                 UNROLL for (int i = 0; i < WIDTH; i++) By::put(v[i], x, rows + i * OF_LANE / By::TOGETHER * KEYS);
                 continue;
@@ -306,6 +321,7 @@ struct Attention {
     const long* places = nullptr;   // [rows]: their positions, if there are biases
     long bias_count = 0;
     bool by_distance = false, rounds_scores = false;  // the last bias is that of the row itself; scores are of type T
+    const T *next_keys = nullptr, *next_values = nullptr;  // what this thread wants after a block; or null
 
     long key_size() const { return size - more_size; }  // numbers that lie together
     long queries() const { return heads / key_heads * rows; }  // of a key head
@@ -403,10 +419,15 @@ struct Attention {
         return fade;
     }
 
+    // Where the keys or values are that this thread wants after those before `after`. x: of a head, so long each.
+    static const char* wanted_after(const T* x, long size, const T* next, long after, long end) {
+        return (const char*)(after < end || !next ? x + after * size : next);
+    }
+
     template <class By, bool IS_NEAR = false>
     void run(long head, long first, long begin, long end, const Part* part, void* of_thread) const {
         typedef typename By::Factor Factor;
-        constexpr long TOGETHER = By::TOGETHER;
+        constexpr long TOGETHER = By::TOGETHER, bytes = sizeof(T);
         auto& [sums, q, room, first_p] = *(Space<By>*)of_thread;
         float* const p = first_p;
         const int count = std::min<long>(QUERIES, queries() - first);
@@ -430,13 +451,14 @@ struct Attention {
             n = IS_NEAR ? end - begin : std::min<long>(KEYS - (start + begin) % KEYS, end - begin);
             const long lead = IS_NEAR ? 0 : (start + begin) % WIDTH, columns = padded(lead + n);
             for (long j = 0; j < n; j += KEYS) {
-                const long m = std::min<long>(KEYS, n - j);
-                transpose_keys<By>(keys_here + (begin + j) * of_key, m, of_key, lead, room);
+                const long m = std::min<long>(KEYS, n - j), at = begin + j;
+                const long k = size / TOGETHER, half = KEYS * of_key * bytes / 2;
+                const char* const then = wanted_after(keys_here, of_key, next_keys, at + m, end);
+                transpose_keys<By>(keys_here + at * of_key, m, of_key, lead, room, {then, WIDTH * WIDTH * 4 / 2});
                 if (more)
-                    transpose_keys<By>(more_here + (begin + j) * more_size, m, more_size, lead,
-                                       room + of_key / TOGETHER * KEYS);
-                const long k = size / TOGETHER;
-                const Gemm<By> gemm = {p + j, q, room, columns, k, KEYS, k, scaling};
+                    transpose_keys<By>(more_here + at * more_size, m, more_size, lead, room + of_key / TOGETHER * KEYS,
+                                       {(const char*)(more_here + (at + m) * more_size), WIDTH * WIDTH * 4});
+                const Gemm<By> gemm = {p + j, q, room, columns, k, KEYS, k, scaling, {then + half, half / k}};
                 gemm.template run<false>(count, padded(lead + m) / WIDTH);
             }
             for (int i = 0; i < count; i++) {
@@ -452,20 +474,21 @@ struct Attention {
             }
             for (long j = 0; j < n; j += KEYS) {
                 const long m = std::min<long>(KEYS, n - j), lone = lead % TOGETHER;  // 1: the first value has no pair
-                const long k = (lone + m + TOGETHER - 1) / TOGETHER;
+                const long k = (lone + m + TOGETHER - 1) / TOGETHER, half = KEYS * value_size * bytes / 2;
                 const T* const v = values_here + (begin + j) * value_size;
+                const char* const then = wanted_after(values_here, value_size, next_values, begin + j + m, end);
                 const Factor* const weights = (const Factor*)p + (lead + j) / TOGETHER;
-                const auto add = [&](const auto* factors) {
+                const auto add = [&](const auto* factors, Wanted wanted) {
                     typedef std::decay_t<decltype(*factors)> B;
-                    const Gemm<By, B> gemm = {sums, weights, factors, width, columns, width, k};
+                    const Gemm<By, B> gemm = {sums, weights, factors, width, columns, width, k, 1, wanted};
                     gemm.template run<true>(count, width / WIDTH);
                 };
                 if constexpr (TOGETHER == 1)
                     if (count <= ROWS && width == value_size) {  // else they are unpacked once for several tiles
-                        add(v);
+                        add(v, {then, 2 * half / KEYS});
                         continue;
                     }
-                add(By::values(v, m, value_size, lone, room));
+                add(By::values(v, m, value_size, lone, room, {then, half / (KEYS / TOGETHER)}), {then + half, half / k});
             }
         }
         for (int i = 0; i < count; i++) {

@@ -629,8 +629,11 @@ struct Thread {
     template <class F>
     void for_sequences(const Operation<T>& of, F f) const {
         const auto* const sequences = (const Sequence<T>*)pass.sequences;
-        for (long i = 0; i < pass.sequence_count; i++)
-            f(sequences[i], ((const Cached<T>*)pass.caches)[i * pass.layers + of.index]);
+        for (long i = 0; i < pass.sequence_count; i++) f(sequences[i], cache_of(of, i));
+    }
+
+    const Cached<T>& cache_of(const Operation<T>& of, long sequence) const {
+        return ((const Cached<T>*)pass.caches)[sequence * pass.layers + of.index];
     }
 
     void append(const Operation<T>& append) {
@@ -695,29 +698,54 @@ struct Thread {
         return {pass.largest + of, pass.total + of, pass.sums + of * attend.value_size};
     }
 
-    // Threads take parts of the keys of all heads as they come to it, the larger ones of a sequence first.
+    // What a thread takes at a time: the queries of a block of a head over a part of its keys. The larger parts of a
+    // sequence come first.
+    struct Item {
+        long sequence = -1, first = 0, before = 0;  // items, and queries by parts, of the sequences before
+        bool is_joined = false, is_near = false;    // is_joined: whether a sequence up to this one is
+        long head = 0, block = 0, part = 0;
+        Attended of = {};
+
+        long begin() const { return is_near ? of.all.near[block * attention::QUERIES % of.all.rows] : of.ends[part]; }
+        const T* keys() const { return of.all.key + head * of.all.key_stride + begin() * of.all.key_size(); }
+        const T* values() const { return of.all.value + head * of.all.value_stride + begin() * of.all.value_size; }
+    };
+
+    // Go on to the item of this number. Returns whether there is one.
+    bool go_on(const Operation<T>& attend, long number, Item& item) {
+        Attended& some = item.of;
+        for (long i; item.sequence < 0 || number >= item.first + some.items();) {
+            if (item.sequence >= 0) item.first += some.items(), item.before += some.queries() * some.parts;
+            i = ++item.sequence;
+            if (i == pass.sequence_count) return false;
+            some = attended(attend, ((const Sequence<T>*)pass.sequences)[i], cache_of(attend, i));
+            item.is_joined |= some.is_joined();
+        }
+        const long of_sequence = number - item.first, blocks = some.all.blocks();
+        item.is_near = of_sequence >= some.far_items();
+        const long of_kind = of_sequence - (item.is_near ? some.far_items() : 0), block = of_kind / some.all.key_heads;
+        item.head = of_kind % some.all.key_heads, item.block = item.is_near ? block : block % blocks;
+        item.part = item.is_near ? some.far_parts : some.far_parts - 1 - block / blocks;
+        return true;
+    }
+
+    // Threads take items as they come to it, each one before they compute the one before, whose last products prefetch it.
     void attend(const Operation<T>& attend) {
-        long item = barrier.take(), first = 0, before = 0;
-        bool is_joined = false;
-        for_sequences(attend, [&](const Sequence<T>& sequence, const Cached<T>& cache) {
-            const Attended some = attended(attend, sequence, cache);
-            const long heads = some.all.key_heads, blocks = some.all.blocks();
-            for (; item < first + some.items(); item = barrier.take()) {
-                const bool is_near = item - first >= some.far_items();
-                const long of_kind = item - first - (is_near ? some.far_items() : 0);
-                const long head = of_kind % heads, block = of_kind / heads;
-                const long part = is_near ? some.far_parts : some.far_parts - 1 - block / blocks;
-                const attention::Part place = part_at(attend, before + (head * some.parts + part) * some.all.queries());
-                const attention::Part* const to = some.is_joined() ? &place : nullptr;
-                if (is_near)
-                    some.all.near_block(head, block * attention::QUERIES, to, of_attention);
-                else
-                    some.all.block(head, block % blocks * some.all.lanes(), some.ends[part], some.ends[part + 1], to,
-                                   of_attention);
-            }
-            first += some.items(), before += some.queries() * some.parts, is_joined |= some.is_joined();
-        });
-        if (is_joined) join_parts(attend);
+        Item next;
+        for (bool is_there = go_on(attend, barrier.take(), next); is_there;) {
+            Item now = next;
+            attention::Attention<T>& all = now.of.all;
+            if ((is_there = go_on(attend, barrier.take(), next))) all.next_keys = next.keys(), all.next_values = next.values();
+            const long queries = now.before + (now.head * now.of.parts + now.part) * all.queries();
+            const attention::Part place = part_at(attend, queries);
+            const attention::Part* const to = now.of.is_joined() ? &place : nullptr;
+            if (now.is_near)
+                all.near_block(now.head, now.block * attention::QUERIES, to, of_attention);
+            else
+                all.block(now.head, now.block * all.lanes(), now.of.ends[now.part], now.of.ends[now.part + 1], to,
+                          of_attention);
+        }
+        if (next.is_joined) join_parts(attend);
     }
 
     void join_parts(const Operation<T>& attend) {

@@ -134,16 +134,6 @@ static INLINE void add_products(int32_t number, const Ints* w, Floats* sums) {
     }
 }
 
-// Memory to prefetch, so many bytes at each step.
-struct Wanted {
-    const char* begin;
-    long bytes;
-
-    INLINE void prefetch(long step) const {
-        for (long i = 0; i < bytes; i += 64) __builtin_prefetch(begin + step * bytes + i, 0, 3);
-    }
-};
-
 // A panel in memory.
 template <class By>
 struct PanelInMemory {

@@ -38,6 +38,17 @@ struct Lanes {
 static inline bool floats_are_faster() { return __builtin_cpu_is("intel"); }
 #endif
 
+// Memory that is wanted next, of which each step prefetches so many bytes. A core can wait for some dozens of lines at a
+// time, so they are asked for a few at a time, between products and shuffles.
+struct Wanted {
+    const char* begin = nullptr;
+    long bytes = 0;
+
+    INLINE void prefetch(long step) const {
+        for (long i = 0; i < bytes; i += 64) __builtin_prefetch(begin + step * bytes + i, 0, 3);
+    }
+};
+
 // So many bytes, up to where a line of a cache ends.
 static inline long aligned(long bytes) { return (bytes + 63) / 64 * 64; }
 
