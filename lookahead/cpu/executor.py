@@ -30,6 +30,7 @@ _describe = cache(partial(native.kernels, "describe", (torch.uint8,), [], ctypes
 _MOVES = [ctypes.c_void_p] * 2 + [ctypes.c_long] * 3 + [ctypes.c_void_p] * 2 + [ctypes.c_long]
 _movers = cache(partial(native.kernels, "move_rows", (torch.uint8,), _MOVES))  # one, which moves any dtype
 ALIGNMENT = 64  # bytes, of each buffer
+SHARED_BY = 8  # numbers of rows whose passes have one layout: to make one takes 0.1 ms
 
 
 class _Described(NamedTuple):
@@ -516,11 +517,12 @@ class Executor:
 
         return Pending(self.like.dtype, self._cached[b].copy(), held)
 
-    def _parts(self, *layout: int) -> tuple["_Layout", dict[str, int]]:
+    def _parts(self, rows: int, threads: int, most_keys: int, bits: int) -> tuple["_Layout", dict[str, int]]:
         """Make `_room` for a pass. Return its layout, and the addresses of the parts by their names in C++.
 
-        layout: arguments of `_layout`.
+        Arguments as for `_layout`, which a pass of a few rows more can share.
         """
+        layout = rows + -rows % SHARED_BY, threads, most_keys + -most_keys % SHARED_BY, bits
         if layout not in self._layouts:
             self._layouts[layout] = self._layout(*layout)
         found = self._layouts[layout]

@@ -22,9 +22,9 @@ it was before the step, and the accepted tokens are computed again, ahead of the
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from itertools import chain
-from operator import attrgetter, methodcaller
-from typing import TYPE_CHECKING, Any
+from itertools import chain, count, repeat
+from operator import attrgetter, is_, methodcaller
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -41,7 +41,41 @@ FIRST_CAPACITY = 256  # columns
 LONG = 2048  # columns, from which on memory in huge pages may be worth its making
 # Of all layers at once, by `map`: a function for each layer and step would take longer than what it does.
 _IS_INITIALIZED, _KEYS, _VALUES = attrgetter("is_initialized"), attrgetter("_keys"), attrgetter("_values")
-_COLUMNS, _KEPT = attrgetter("columns", "computed", "_room"), methodcaller("kept")
+_AT, _KEPT = attrgetter("at"), methodcaller("kept")
+
+
+class Columns(NamedTuple):
+    """Which columns of its buffers a layer uses. It never changes, so the layers of a kind can share one."""
+
+    room: int
+    """Columns of the buffers."""
+    columns: int
+    """Columns in use, with those of a step not yet committed."""
+    base: int
+    """Columns in use before the step."""
+    computed: int
+    """Rows of the step that were computed before the next update."""
+    gaps: np.ndarray
+    """int64 [batch], or [1] while all sequences are equal."""
+    starts: np.ndarray
+    """Position in the first column, int64 [batch] or [1]."""
+
+
+T = TypeVar("T")
+
+
+class _Of(Generic[T]):
+    """A field of a layer's `Columns`. A layer for which it is set goes its own way until the next commit."""
+
+    def __set_name__(self, layer: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, layer: "InPlaceLayer", of: type) -> T:
+        return getattr(layer.at, self.name)
+
+    def __set__(self, layer: "InPlaceLayer", value: T) -> None:
+        field: dict[str, Any] = {self.name: value}
+        layer.at = layer.at._replace(**field)
 
 
 class InPlaceLayer(CacheLayerMixin):
@@ -51,6 +85,11 @@ class InPlaceLayer(CacheLayerMixin):
     is_croppable = True
     hides_unused = False
     """Whether columns that are not in use take part in attention, hidden, so that they must be finite."""
+    at: Columns
+    columns, base, computed, gaps, starts = _Of[int](), _Of[int](), _Of[int](), _Of[np.ndarray](), _Of[np.ndarray]()
+    taken: ClassVar[int] = 0
+    """Another number whenever a layer, of whichever cache, has taken other buffers, or none."""
+    _numbers: ClassVar[Iterator[int]] = count(1)
     _keys: torch.Tensor
     _values: torch.Tensor
 
@@ -62,12 +101,8 @@ class InPlaceLayer(CacheLayerMixin):
     def reset(self) -> None:
         self.is_initialized = False
         self._keys = self._values = None  # type: ignore[assignment]  # not read until is_initialized
-        self._room = 0  # columns of the buffers: asked for so often that a tensor's shape would take too long
-        self.columns = 0  # columns in use, with those of a step not yet committed
-        self.base = 0  # columns in use before the step
-        self.computed = 0  # rows of the step that were computed before the next update
-        self.gaps = np.zeros(1, np.int64)  # [batch], or [1] while all sequences are equal
-        self.starts = np.zeros(1, np.int64)  # [batch] or [1]: position in the first column
+        self.at = Columns(0, 0, 0, 0, np.zeros(1, np.int64), np.zeros(1, np.int64))
+        InPlaceLayer.taken = next(InPlaceLayer._numbers)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -83,7 +118,8 @@ class InPlaceLayer(CacheLayerMixin):
             return [states.new_empty((*states.shape[:2], capacity, states.shape[3])) for states in like]
 
     def _hold(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        self._keys, self._values, self._room = keys, values, keys.shape[2]
+        self._keys, self._values, self.at = keys, values, self.at._replace(room=keys.shape[2])
+        InPlaceLayer.taken = next(InPlaceLayer._numbers)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -108,7 +144,7 @@ class InPlaceLayer(CacheLayerMixin):
         """
         old = self._keys, self._values
         both = [torch.cat([held[:, :, :0], states[:, :, :0]], dim=2) for held, states in zip(old, new, strict=True)]
-        self._hold(*self._allocate(max(self._room, self.columns), *both))
+        self._hold(*self._allocate(max(self.at.room, self.columns), *both))
         for buffer, held in zip(self.buffers, old, strict=True):
             buffer[:, :, : self.columns] = held[:, :, : self.columns]
         self.dtype = self._keys.dtype
@@ -119,9 +155,9 @@ class InPlaceLayer(CacheLayerMixin):
         The layer must be initialized.
         """
         self.make_room(new)
-        start, seen = self.columns, self.seen()
-        self.base, self.columns = start - self.computed, start + new
-        return start - seen, seen
+        at, seen = self.at, self.seen()
+        self.at = at._replace(base=at.columns - at.computed, columns=at.columns + new)
+        return at.columns - seen, seen
 
     @property
     def buffers(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -130,13 +166,13 @@ class InPlaceLayer(CacheLayerMixin):
 
     def lacks_room(self, new: int) -> bool:
         """Whether `make_room` would change anything."""
-        return self.columns + new > self._room
+        return self.at.columns + new > self.at.room
 
     def make_room(self, new: int) -> None:
         """Make room for an update of ``new`` rows. This may change the columns that the update shows."""
         if self.lacks_room(new):
             all_columns = np.zeros(1, np.int64), np.array([self.columns])
-            self._move(*all_columns, max(2 * self._room, self.columns + new))
+            self._move(*all_columns, max(2 * self.at.room, self.columns + new))
 
     def _move(self, starts: np.ndarray, stops: np.ndarray, capacity: int) -> None:
         """Move columns starts[b]..stops[b]-1 of each sequence b to the front of new buffers."""
@@ -157,7 +193,7 @@ class InPlaceLayer(CacheLayerMixin):
 
     def seen(self) -> int:
         """Number of columns in use that the next update will show."""
-        return self.columns
+        return self.at.columns
 
     def positions_shown(self) -> np.ndarray:
         """Positions of the committed columns that the next update will show: int64 [batch or 1, seen], -1 in a gap."""
@@ -230,7 +266,7 @@ class InPlaceLayer(CacheLayerMixin):
         """Drop the padding of the only sequence, which stands as in plain decoding."""
         if self.is_initialized:
             start = np.maximum(padding - self.starts, 0)
-            self._move(start, np.array([self.columns]), self._room)
+            self._move(start, np.array([self.columns]), self.at.room)
             self.columns -= int(start[0])
             self.starts = self.starts + start - padding
 
@@ -248,7 +284,7 @@ class InPlaceLayer(CacheLayerMixin):
 
     @keys.setter
     def keys(self, keys: torch.Tensor | None) -> None:
-        self._replace(keys, self.values if self._room else self._values)
+        self._replace(keys, self.values if self.at.room else self._values)
 
     @property
     def values(self) -> torch.Tensor | None:  # type: ignore[override]
@@ -256,7 +292,7 @@ class InPlaceLayer(CacheLayerMixin):
 
     @values.setter
     def values(self, values: torch.Tensor | None) -> None:
-        self._replace(self.keys if self._room else self._keys, values)
+        self._replace(self.keys if self.at.room else self._keys, values)
 
     def _replace(self, keys: torch.Tensor | None, values: torch.Tensor | None) -> None:
         """Hold these states, as a user has assigned them. Keys and values come one after the other.
@@ -269,7 +305,8 @@ class InPlaceLayer(CacheLayerMixin):
             raise AttributeError(
                 "keys and values cannot be replaced within a pass of lookahead: lookahead.unwrap(model)"
             )
-        self._keys, self._values, self._room = keys, values, 0
+        self._hold(keys, values)
+        self.at = self.at._replace(room=0)
         self.dtype, self.device = keys.dtype, keys.device
         self._reach(max(keys.shape[2], values.shape[2]))
 
@@ -313,7 +350,7 @@ class LookaheadCache(Cache):
         for index, layer in enumerate(layers):
             if isinstance(layer, InPlaceLayer):
                 alike.setdefault((type(layer), getattr(layer, "sliding_window", None)), []).append(index)
-        self._kinds = list(alike.values())  # indices of layers that usually have the same columns
+        self._kinds = [(at, [layers[index] for index in at]) for at in alike.values()]  # usually with the same columns
         self._states = [layers[index] for index in self.states_at]
         self.pending: Pending | None = None
         """What the rows of the last pass do to the states, if it was one call, and where it is."""
@@ -327,15 +364,16 @@ class LookaheadCache(Cache):
 
         computed: rows of the same step that earlier passes have computed. If any, the layers must hold all positions.
         """
-        for kind in self._kinds:
-            layers: list[Any] = list(filter(_IS_INITIALIZED, map(self.layers.__getitem__, kind)))
-            for layer in layers:
-                if computed:
-                    layer.columns = layer.base + computed
-                layer.computed = computed
-            if layers and (not _are_alike(layers) or layers[0].lacks_room(new)):
-                for layer in layers:
-                    layer.make_room(new)
+        for _, kind in self._kinds:
+            for layers in _alike(list(filter(_IS_INITIALIZED, kind))):
+                at = layers[0].at
+                if computed or at.computed:
+                    columns = at.base + computed if computed else at.columns
+                    _set_all(layers, at._replace(columns=columns, computed=computed))
+                if layers[0].lacks_room(new):
+                    for layer in layers:
+                        layer.make_room(new)
+                    _set_all(layers, layers[0].at)
         self._before = [_copy_of_state(vars(layer)) for layer in self._with_state] if self._with_state else []
         self.pending = None
         for layer in self._states:
@@ -345,17 +383,16 @@ class LookaheadCache(Cache):
         """Append ``new`` rows to all layers, after `prepare` and for one sequence. The caller writes them.
 
         Returns, for each kind of layer, the indices of its layers, and what `InPlaceLayer.extend` returns of them.
-        Every layer that caches something must be in place and initialized.
+        Every layer that caches something must be in place, and initialized before `prepare`.
         """
         extended: list[tuple[list[int], int, int]] = []
-        for kind in self._kinds:
-            layers: list[Any] = list(map(self.layers.__getitem__, kind))
-            if not _are_alike(layers) or layers[0].lacks_room(new):
-                extended += [([index], *layer.extend(new)) for index, layer in zip(kind, layers, strict=True)]
+        for indices, layers in self._kinds:
+            if len(_alike(layers)) > 1:
+                extended += [([index], *layer.extend(new)) for index, layer in zip(indices, layers, strict=True)]
                 continue
-            extended.append((kind, *layers[0].extend(new)))
-            for layer in layers[1:]:
-                layer.base, layer.columns = layers[0].base, layers[0].columns
+            at, seen = layers[0].at, layers[0].seen()
+            _set_all(layers, at._replace(base=at.columns - at.computed, columns=at.columns + new))
+            extended.append((indices, at.columns - seen, seen))
         return extended
 
     def buffers(self) -> list[torch.Tensor]:
@@ -374,7 +411,7 @@ class LookaheadCache(Cache):
         for visibility, indices in kinds.items():
             layer = self.layers[indices[0]]
             if isinstance(layer, InPlaceLayer):
-                if of_step and visibility.is_full and not any(layer.gaps.tolist()):
+                if of_step and visibility.is_full and not any(layer.at.gaps.tolist()):
                     cached = np.empty((1, 0), np.int64)
                 else:
                     cached = layer.positions_shown()
@@ -561,23 +598,33 @@ def counts_positions(cache: Cache) -> bool:
 
 def compact(layers: list[InPlaceLayer], paths: list[list[int]]) -> None:
     """Keep rows ``paths[b]`` of the layers' last update, ascending indices for each sequence b. Drop its other rows."""
-    alike: dict[tuple[int, bytes], list[InPlaceLayer]] = {}
-    for layer in layers:
-        alike.setdefault((layer.base, layer.gaps.tobytes()), []).append(layer)
-    for group in alike.values():
-        moves, columns, gaps = _moves(group[0].base, group[0].gaps, paths)
-        for layer in group:
-            layer.columns, layer.gaps, layer.computed = columns, gaps, 0
+    for group in _alike(layers):
+        at = group[0].at
+        moves, columns, gaps = _moves(at.base, at.gaps, paths)
+        _set_all(group, at._replace(columns=columns, gaps=gaps, computed=0))
         if moves is not None:
-            _move([buffer for layer in group for buffer in layer.buffers], moves)
+            _move([*map(_KEYS, group), *map(_VALUES, group)], moves)
         for layer in group:
             if layer.hides_unused or layer.dtype == torch.float16:
                 layer.clear_unused()
 
 
-def _are_alike(layers: list[InPlaceLayer]) -> bool:
-    """Whether these layers, of one kind and one sequence, have the same columns."""
-    return len(set(map(_COLUMNS, layers))) == 1
+def _alike(layers: list[InPlaceLayer]) -> list[list[InPlaceLayer]]:
+    """Group layers by their columns. The layers of a group then share theirs: usually, all have since the last step."""
+    if layers and all(map(is_, map(_AT, layers), repeat(layers[0].at))):
+        return [layers]
+    groups: dict[tuple, list[InPlaceLayer]] = {}
+    for layer in layers:
+        *numbers, gaps, starts = layer.at
+        groups.setdefault((*numbers, gaps.tobytes(), starts.tobytes()), []).append(layer)
+    for group in groups.values():
+        _set_all(group, group[0].at)
+    return list(groups.values())
+
+
+def _set_all(layers: list[InPlaceLayer], at: Columns) -> None:
+    for layer in layers:
+        layer.at = at
 
 
 def _moves(base: int, gaps: np.ndarray, paths: list[list[int]]) -> tuple[np.ndarray | None, int, np.ndarray]:

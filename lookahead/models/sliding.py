@@ -28,7 +28,7 @@ class SlidingLayer(InPlaceLayer):
     def lacks_room(self, new: int) -> bool:
         wanted = 2 * (self.sliding_window + new)
         # The buffers are too small, or too large since a long prompt.
-        return self.columns + new > self._room or self._room > 2 * max(wanted, cache.FIRST_CAPACITY)
+        return self.columns + new > self.at.room or self.at.room > 2 * max(wanted, cache.FIRST_CAPACITY)
 
     def make_room(self, new: int) -> None:
         if self.lacks_room(new):

@@ -26,7 +26,7 @@ from lookahead.cpu.executor import (
 from lookahead.cpu.products import Format, is_plain_of
 from lookahead.cpu.program import CacheShape, Program
 from lookahead.models.adapter import ModelAdapter, context_length
-from lookahead.models.cache import AnyCache, LookaheadCache, SeparateCaches
+from lookahead.models.cache import AnyCache, InPlaceLayer, LookaheadCache, SeparateCaches
 from lookahead.models.families import Page, UnknownModelError, page_of
 from lookahead.models.layers import rope_kinds, ropes_of
 from lookahead.models.state import state_of
@@ -336,6 +336,8 @@ class FusedRunner(EagerRunner):
         if not (is_known and self._placeholders.isdisjoint(tokens)):
             return False
         for b, cache in enumerate(caches):
+            if not others_ran and self._has_found(b, cache):
+                continue
             has_layers = (cache.in_place_at, cache.states_at) == (list(executor.caches), list(executor.states))
             if not (has_layers and (self._finds(executor, b, cache) or cache.is_empty)):
                 return False
@@ -348,9 +350,15 @@ class FusedRunner(EagerRunner):
         self._part = part = (self._part + 1) % PARTS  # other calls go through the parts in their own turn
         return (self._first is None and executor.is_stale(part, PARTS)) or self._watch.has_changed(part)
 
+    def _has_found(self, b: int, cache: LookaheadCache) -> "_Buffers | None":
+        """Return what `_finds` has found, if no layer has taken other buffers since. States may always have."""
+        found = self._buffers[b] if b < len(self._buffers) else None
+        is_known = found is not None and found.of is cache and found.taken == InPlaceLayer.taken
+        return found if is_known and not cache.states_at else None
+
     def _finds(self, executor: Executor, b: int, cache: LookaheadCache) -> "_Buffers | None":
         """Return the buffers of a sequence's cache, all initialized; None if a pass cannot read and write them."""
-        tensors, known = cache.buffers(), self._buffers
+        taken, tensors, known = InPlaceLayer.taken, cache.buffers(), self._buffers
         known += [None] * (b + 1 - len(known))
         found = known[b]
         if found is None or not all(map(operator.is_, tensors, found.tensors)):
@@ -358,7 +366,10 @@ class FusedRunner(EagerRunner):
             if not fits or (executor.states and not _states().fit(executor, cache)):
                 return None
             found = known[b] = _Buffers(tensors, list(executor.caches))
-        return found if list(map(_ADDRESS, tensors)) == found.addresses else None
+        if list(map(_ADDRESS, tensors)) != found.addresses:
+            return None
+        found.of, found.taken = cache, taken
+        return found
 
     def _compute(
         self,
@@ -469,18 +480,14 @@ class FusedRunner(EagerRunner):
                 one.lazy_initialization(new_empty(1, heads, 0, size), new_empty(1, heads, 0, value_size))
             if executor.states:
                 _states().make(executor, cache)
-        caches, held = [(0, 0, 0, 0)] * executor.layers, [0] * executor.layers
-        places = cache.extend(rows)
-        if (buffers := self._finds(executor, b, cache)) is None:
+            cache.prepare(rows)
+        places, held = cache.extend(rows), [0] * executor.layers
+        if (buffers := self._has_found(b, cache) or self._finds(executor, b, cache)) is None:
             raise RuntimeError("the buffers of the cache have changed while a pass began")
-        addresses, columns, strides = buffers.addresses, buffers.columns, buffers.strides
-        for indices, first, seen in places:
+        for indices, _, seen in places:
             for index in indices:
-                i = buffers.numbers[index]
-                j = i + len(buffers.numbers)
-                keys, values = addresses[i] + first * columns[i], addresses[j] + first * columns[j]
-                held[index], caches[index] = seen, (keys, values, strides[i], strides[j])
-        return caches, held
+                held[index] = seen
+        return buffers.shown_from([place[:2] for place in places], executor.layers), held
 
 
 def _states() -> ModuleType:
@@ -515,6 +522,10 @@ class _Buffers:
     def __init__(self, tensors: list[torch.Tensor], layers: list[int]):
         """tensors: `LookaheadCache.buffers`. layers: those of the cache that hold keys and values."""
         self.tensors = tensors
+        self.of: LookaheadCache | None = None
+        """The cache in which they were last found."""
+        self.taken = 0
+        """`InPlaceLayer.taken` at that time."""
         self.numbers = {layer: i for i, layer in enumerate(layers)}
         self.addresses = list(map(_ADDRESS, tensors))
         tensors = tensors[: 2 * len(layers)]
@@ -522,6 +533,21 @@ class _Buffers:
         """Numbers from head to head."""
         self.columns = [tensor.shape[3] * tensor.element_size() for tensor in tensors]
         """Bytes of a column of one head."""
+        self._first: list[tuple[list[int], int]] = []
+        self._shown: list[tuple[int, int, int, int]] = []
+
+    def shown_from(self, first: list[tuple[list[int], int]], layers: int) -> list[tuple[int, int, int, int]]:
+        """Return `Rows.caches` of so many layers. first: the first column shown, for layers by their indices."""
+        if first != self._first:
+            self._first, self._shown = first, [(0, 0, 0, 0)] * layers
+            for indices, column in first:
+                for index in indices:
+                    i = self.numbers[index]
+                    j = i + len(self.numbers)
+                    keys = self.addresses[i] + column * self.columns[i]
+                    values = self.addresses[j] + column * self.columns[j]
+                    self._shown[index] = keys, values, self.strides[i], self.strides[j]
+        return self._shown
 
 
 def _is_causal(hidden: np.ndarray) -> bool:
@@ -536,4 +562,4 @@ def _fits(dtype: torch.dtype, shape: CacheShape, layer: Any) -> bool:
     (keys, values), (heads, of_key, of_value) = layer.buffers, shape
     room = keys.shape[2]
     are_of_shape = keys.shape == (1, heads, room, of_key) and values.shape == (1, heads, room, of_value)
-    return are_of_shape and room >= layer.columns and is_plain_of(keys, dtype) and is_plain_of(values, dtype)
+    return are_of_shape and room >= layer.at.columns and is_plain_of(keys, dtype) and is_plain_of(values, dtype)

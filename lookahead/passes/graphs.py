@@ -437,7 +437,7 @@ class _Buffers(InPlaceLayer):
     def make_room(self, new: int) -> bool:  # type: ignore[override]  # the base class returns nothing
         """Make room for ``new`` more columns. Returns whether the buffers have moved."""
         wanted = _power_of_two(self.columns + new)
-        if wanted <= self._room:
+        if wanted <= self.at.room:
             return False
         self._move(np.zeros(1, np.int64), np.array([self.columns]), wanted)
         for buffer in self.buffers:
@@ -447,7 +447,7 @@ class _Buffers(InPlaceLayer):
     @property
     def room(self) -> int:
         """Columns of the buffers."""
-        return self._room
+        return self.at.room
 
     def of(self, layer: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The first columns of the keys and values of a layer of the model, [heads, columns, head_dim]."""
