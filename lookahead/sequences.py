@@ -74,7 +74,7 @@ class Sequences:
                 raise ValueError(
                     f"a text that is submitted takes no {name}: give a source of guesses, or call generate()"
                 )
-        seed = int(torch.randint(2**62, ())) if seed is None else seed
+        seed = int(torch.randint(2**62, (), device="cpu")) if seed is None else seed
         sources = [source] if isinstance(source, GuessSource) else list(source)
         begin = partial(self._begin, input_ids, seed, sources, streamer, options)
         self._submitted.append(text := _Text(begin))

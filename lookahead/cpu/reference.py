@@ -77,7 +77,7 @@ class Reference:
         self.values: dict[op.Value, torch.Tensor] = {}
         self.outputs: dict[int, torch.Tensor] = {}
         """What was kept: [T, hidden] by number."""
-        self.logits = torch.empty(0)
+        self.logits = torch.empty(0, device="cpu")
         """[T, vocabulary]."""
         last = program.last_reads
         for i, operation in enumerate(program.operations):
@@ -143,7 +143,7 @@ class Reference:
     def biases_of(self, attend: op.Attend, keys: int) -> torch.Tensor:
         """[heads, T, keys]."""
         rows, biases = self.positions[:, None], torch.from_numpy(attend.biases).to(self.wide)
-        cached = self.start + torch.arange(keys - len(rows))
+        cached = self.start + torch.arange(keys - len(rows), device="cpu")
         places = torch.cat([cached, self.positions]).minimum(rows)
         return biases[:, places + (biases.shape[1] - 1 - rows if attend.by_distance else 0)]
 

@@ -23,14 +23,15 @@ class BatchDraws:
         self._states: dict[int, torch.Tensor] = {}  # before draws that nobody has asked for yet, by place
         self._starts: dict[int, torch.Tensor] = {}  # before all draws of a token
         self._asked = [0] * sequences  # tokens
-        self._frontier = self._left = torch.empty(0)  # states: before the next of all draws, and of torch's generator
+        # States: before the next of all draws, and of torch's generator.
+        self._frontier = self._left = torch.empty(0, device="cpu")
 
     def _seize(self, vocabulary: int) -> None:
         """Take torch's generator over. Whoever draws meanwhile, in another thread, is given other numbers."""
         with drawing:
             generator, self._vocabulary = torch.default_generator, vocabulary
             self._frontier = generator.get_state()
-            generator.manual_seed(int(torch.randint(2**62, ())))
+            generator.manual_seed(int(torch.randint(2**62, (), device="cpu")))
             self._left = generator.get_state()
 
     def races(self) -> list["RaceInBatch"]:

@@ -232,7 +232,7 @@ class InPlaceLayer(CacheLayerMixin):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.is_initialized:
-            self.batch_select_indices(torch.arange(self._keys.shape[0]).repeat_interleave(repeats))
+            self.batch_select_indices(torch.arange(self._keys.shape[0], device="cpu").repeat_interleave(repeats))
 
     def stack(self, layers: list["InPlaceLayer"], offsets: list[int] | None = None) -> None:
         """Become the batch of ``layers``. Each of them holds one sequence and is of this layer's class.
@@ -517,7 +517,7 @@ class LookaheadCache(Cache):
 
     def select(self, sequences: list[int]) -> None:
         """Keep only these sequences of the batch."""
-        self.batch_select_indices(torch.tensor(sequences))
+        self.batch_select_indices(torch.tensor(sequences, device="cpu"))
         self.lengths = [self.lengths[b] for b in sequences]
         if self.paddings is not None:
             self.paddings = [self.paddings[b] for b in sequences]

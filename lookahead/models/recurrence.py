@@ -185,7 +185,7 @@ class StateLayer(KeepsState, LinearAttentionLayer):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         batch = next((len(x) for x in self.conv_states.values() if x is not None), 0)
-        self.batch_select_indices(torch.arange(batch).repeat_interleave(repeats))
+        self.batch_select_indices(torch.arange(batch, device="cpu").repeat_interleave(repeats))
 
 
 class StateAndKeysLayer(StateLayer, InPlaceLayer):  # type: ignore[misc, override]  # as transformers mixes them

@@ -43,7 +43,7 @@ def takes_inference_mode(model: PreTrainedModel, adapter: ModelAdapter) -> bool:
     """Whether the model runs in inference mode. Weights that some libraries have quantized do not."""
     try:
         with as_in_generate(model), torch.inference_mode():
-            plain_logits(model, adapter, torch.zeros(1, 2, dtype=torch.long))
+            plain_logits(model, adapter, torch.zeros(1, 2, dtype=torch.long, device="cpu"))
     except (torch.OutOfMemoryError, MemoryError):  # this says nothing about the model
         raise
     except Exception:  # if the model fails for another reason, the probe will tell
@@ -229,7 +229,7 @@ def _plain_trial(
     for b, of_sequence in enumerate(tokens):
         text = earlier[b] + of_sequence[: 6 - 2 * b].tolist()
         cache = DynamicCache(config=adapter.config)
-        plain = _without_noise(plain_logits(model, adapter, torch.tensor([text]), cache)[0])
+        plain = _without_noise(plain_logits(model, adapter, torch.tensor([text], device="cpu"), cache)[0])
         places: list[_Place] = [(plain, i) for i in range(len(text))]
         prompts.append((text, plain))
         plan = _first_step(of_sequence, adapter.can_branch, b), (chain, [0, 1]), (last, [0])
@@ -269,7 +269,7 @@ def _measure_noise(
     several shapes does.
     """
     longest = max(len(places) for _, places in lines)
-    ids = torch.tensor([[*line, *[0] * (longest - len(line))] for line, _ in lines])
+    ids = torch.tensor([[*line, *[0] * (longest - len(line))] for line, _ in lines], device="cpu")
     every = [place for _, places in lines for place in places]
     expected = torch.stack([plain.logits[row] for plain, row in every])
 
@@ -391,7 +391,7 @@ def _plain_rows(
     caches: list[DynamicCache] = []
     for token, parent, depth in zip(step.ids.tolist(), step.parents.tolist(), step.depths.tolist(), strict=True):
         caches.append(copy.deepcopy(cache if parent < 0 else caches[parent]))
-        rows.append(plain_logits(model, adapter, torch.tensor([[token]]), caches[-1], length + depth)[0])
+        rows.append(plain_logits(model, adapter, torch.tensor([[token]], device="cpu"), caches[-1], length + depth)[0])
     return torch.cat(rows), caches
 
 

@@ -415,7 +415,7 @@ class DraftGuesser(Guesser):
             self._runner.settle(one)
             if new := text[shared:-1]:
                 count = max(self._inner.needs.prompt_logits, 1)
-                output = self._runner.prefill(torch.tensor([new]), one, logits_to_keep=count)
+                output = self._runner.prefill(torch.tensor([new], device="cpu"), one, logits_to_keep=count)
                 if not shared:
                     self._inner.observe_prompt(text[:-1], output.logits, output.hidden_states)
             caches.append(one)

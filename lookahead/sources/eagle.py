@@ -372,7 +372,8 @@ class EagleGuesser(Guesser):
     def _catch_up(self, one: Text, text: list[int]) -> torch.Tensor:
         """Compute the pairs whose features wait; return the next features of the last of them, [n, hidden]."""
         features = torch.cat([some for _, some in one.waiting])
-        places = torch.cat([first + torch.arange(len(some)) for first, some in one.waiting]).to(self._head.device)
+        device = self._head.device
+        places = torch.cat([first + torch.arange(len(some), device=device) for first, some in one.waiting])
         tokens = [text[first + 1 + i] for first, some in one.waiting for i in range(len(some))]
         one.waiting.clear()
         for start in range(0, len(tokens), CHUNK):

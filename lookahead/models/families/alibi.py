@@ -33,7 +33,7 @@ class Bloom(Llama):
         return self.model.transformer
 
     def write(self) -> None:
-        columns = torch.ones(1, MOST_POSITIONS, dtype=torch.long)
+        columns = torch.ones(1, MOST_POSITIONS, dtype=torch.long, device="cpu")
         biases = self.inner.build_alibi_tensor(columns, self.inner.num_heads, dtype=self.model.dtype)
         self.biases: np.ndarray = biases[:, 0].float().numpy()
         super().write()

@@ -31,7 +31,7 @@ class Falcon(Llama):
     def write(self) -> None:
         self.biases: dict[str, Any] = {}
         if self.inner.use_alibi:
-            columns, heads = torch.ones(1, MOST_POSITIONS, dtype=torch.long), self.inner.num_heads
+            columns, heads = torch.ones(1, MOST_POSITIONS, dtype=torch.long, device="cpu"), self.inner.num_heads
             biases = modeling_falcon.build_alibi_tensor(columns, heads, dtype=self.model.dtype)[:, 0]
             size = self.inner.config.hidden_size // heads
             self.biases = {"biases": (biases / math.sqrt(size)).float().numpy()}

@@ -76,7 +76,7 @@ class Gemma3n(Gemma4):
     def mlp(self, x: Value, mlp: Any) -> Value:
         gate, up = self.products(x, *map(self.linear, (self.own(mlp, "MLP").gate_proj, mlp.up_proj)))
         if mlp.activation_sparsity > 0:
-            factor = self._rounded(Normal(0, 1).icdf(torch.tensor(mlp.activation_sparsity)))
+            factor = self._rounded(Normal(0, 1).icdf(torch.tensor(mlp.activation_sparsity, device="cpu")))
             gate = self._add(op.Cut(gate, Value(gate.width), factor))
         return self.product(self.gate(gate, mlp.act_fn, up), mlp.down_proj)
 
