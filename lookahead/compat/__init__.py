@@ -25,7 +25,7 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, is_traceable_wrapper_subclass
 from transformers import AttentionInterface, GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
-from transformers.generation import GenerateDecoderOnlyOutput, stopping_criteria
+from transformers.generation import GenerateDecoderOnlyOutput, stopping_criteria, utils
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -48,6 +48,11 @@ def dropped_mask_length(generation: GenerationConfig) -> int | None:
     """Columns of the attention mask that generate() dropped because it hid nothing; None if it dropped none."""
     return getattr(generation, "_mask_length", None)
 
+
+STOP_CHECKS = [
+    (one, "__call__") for name in ("StopCheck", "DeferredStopCheck") if (one := getattr(utils, name, None)) is not None
+]
+"""The method, if this version of transformers has it, that tells the loop of generate() to stop, by class and name."""
 
 CACHE = next(field.name for field in fields(GenerateDecoderOnlyOutput) if "Cache" in str(field.type))
 """What generate() and its results call a cache: "cache"; "past_key_values" before transformers 5.24."""

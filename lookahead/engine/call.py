@@ -16,7 +16,7 @@ from lookahead import compat
 from lookahead.decoding_pass import decoding_pass
 from lookahead.engine.engine import Lookahead
 from lookahead.engine.prefill import cache_passed_in, positions_in, prefill, prompts_of
-from lookahead.engine.sampling import BY_SEQUENCE, NextTokenRule, walk
+from lookahead.engine.sampling import NextTokenRule, goes_by_sequence, walk
 from lookahead.guessing.budget import Budget, average_length
 from lookahead.guessing.combine import Combined, needs_of
 from lookahead.guessing.pool import PoolAlone
@@ -384,5 +384,5 @@ def _runs_code_of_users(called: object) -> bool:
     if isinstance(called, RecordingStreamer) and called.streamer is not None and _runs_code_of_users(called.streamer):
         return True
     module = type(called).__module__
-    is_known = type(called) in BY_SEQUENCE or isinstance(called, BaseStreamer)
+    is_known = goes_by_sequence(called) or isinstance(called, BaseStreamer)
     return not (module.startswith("lookahead.") or (is_known and module.startswith("transformers.")))

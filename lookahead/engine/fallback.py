@@ -6,7 +6,14 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from transformers import DynamicCache, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedConfig,
+    PreTrainedModel,
+    StoppingCriteriaList,
+)
 
 from lookahead import compat
 from lookahead.config import MAX_ROWS, LookaheadConfig
@@ -14,6 +21,7 @@ from lookahead.engine.prefill import cache_passed_in, is_empty, positions_in, re
 from lookahead.models.adapter import context_length
 from lookahead.models.cache import CountedCache
 from lookahead.models.layers import hides_in_cache_alone, ropes_of
+from lookahead.models.origin import Foreign, is_own
 from lookahead.models.state import state_of
 from lookahead.passes.capabilities import can_batch, find_adapter
 
@@ -26,6 +34,12 @@ KNOWN_ARGUMENTS = {
     *compat.CACHE_ARGUMENTS, "attention_mask", "cache_position", "inputs_embeds", "logits_to_keep", "position_ids",
     "tokenizer", "use_cache",
 }  # fmt: skip
+
+# What the loop of generate() chooses tokens by, besides processors and criteria: where it stands, and its name there.
+CHOOSING = (
+    (LogitsProcessorList, "__call__"), (StoppingCriteriaList, "__call__"), *compat.STOP_CHECKS,
+    (torch, "multinomial"), (torch, "argmax"), (torch.nn.functional, "softmax"),
+)  # fmt: skip
 
 _warned: WeakKeyDictionary[PreTrainedModel, set[str]] = WeakKeyDictionary()
 
@@ -59,9 +73,10 @@ def why_plain(
         return "with output_attentions or output_hidden_states"
     for name, value in model_kwargs.items():
         is_absent = value is None or value is False or (isinstance(value, dict) and not value)
-        if name not in KNOWN_ARGUMENTS and not is_absent:
+        is_known = name in KNOWN_ARGUMENTS and not (name == "logits_to_keep" and isinstance(value, torch.Tensor))
+        if not (is_known or is_absent):
             return f"with {_described(name, value)}"
-    if (replaced := state_of(model).why_plain()) is not None:
+    if (replaced := state_of(model).why_plain() or _replaced_in_loop()) is not None:
         return replaced
     if modes := compat.modes_of_users():  # fused passes and our kernels run no operations of torch
         return f"in a mode that sees the operations of torch ({', '.join(modes)})"
@@ -75,12 +90,17 @@ def why_plain(
     in_training = bool(state_of(model).in_training)
     if in_training and (change := _conditions().what_training_changes(model, adapter)) is not None:
         return f"in training mode, in which {change} (model.eval() ends it)"
-    if model_kwargs.get("use_cache") is False and not _conditions().same_without_cache(model, adapter):
-        return "with use_cache=False a model that writes another text then"
+    if model_kwargs.get("use_cache") is False:
+        if cache_passed_in(model_kwargs) is not None:
+            return "with use_cache=False, on a cache"  # to which each pass adds the whole text anew
+        if not _conditions().same_without_cache(model, adapter):
+            return "with use_cache=False a model that writes another text then"
     if len(ids) > 1 and not can_batch(model, adapter):
         why = "steps take one sequence" if adapter.can_branch else "guesses are single chains"
         return f"batches of a model whose {why}"
     embeds = model_kwargs.get("inputs_embeds")
+    if embeds is not None and generation.prefill_chunk_size:  # generate() reads all of them again for each portion
+        return "with inputs_embeds and prefill_chunk_size"
     cache, mask = cache_passed_in(model_kwargs), model_kwargs.get("attention_mask")
     held, new = positions_in(cache), (ids if embeds is None else embeds).shape[1]
     if compat.is_callers_own(cache) and not (adapter.counts_positions or isinstance(cache, CountedCache)):
@@ -132,6 +152,15 @@ def why_plain(
         return f"beyond the {window} positions of a window that the model's cache has and its own masks have not"
     if _switches_rope(model, len(ids), length, stop):
         return "across the length at which the model's rotary embedding changes"
+    return None
+
+
+def _replaced_in_loop() -> str | None:
+    """Why the loop of generate(), which chooses tokens by functions of torch and transformers, is not as they say."""
+    for owner, name in CHOOSING:
+        if not is_own(found := getattr(owner, name)):
+            place = f"{getattr(owner, '__module__', 'torch')}.{getattr(owner, '__qualname__', owner.__name__)}.{name}"
+            return f"a model whose cache or loop is replaced ({Foreign(place, found)})"
     return None
 
 

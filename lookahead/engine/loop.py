@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from copy import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +16,7 @@ from lookahead.engine.call import Call, Decoding
 from lookahead.engine.draws import Race
 from lookahead.engine.engine import Lookahead
 from lookahead.engine.fallback import why_plain
-from lookahead.engine.sampling import BY_SEQUENCE, NextTokenRule, Settings, for_sequence
+from lookahead.engine.sampling import NextTokenRule, Settings, for_sequence, goes_by_sequence
 from lookahead.models.adapter import UnsupportedModelError
 from lookahead.models.state import looked_at
 
@@ -61,7 +62,7 @@ def decoding(
 
     draft_model: one more source of guesses.
     seeds: a seed for each sequence. It is then sampled as it would be alone after ``torch.manual_seed(seed)``, whatever
-        else is in the batch. No effect if several sequences go in step, or ``plain`` decodes.
+        else is in the batch. No effect if ``plain`` decodes.
     """
     if input_ids.shape[1] == 0 and model_kwargs.get("inputs_embeds") is None:
         raise ValueError("the prompt is empty: give at least one token, such as the tokenizer's bos_token_id")
@@ -69,7 +70,8 @@ def decoding(
         raise ValueError("the batch is empty: give at least one prompt")
     with engine.call():
         with looked_at(model):
-            reason = _why_plain(engine, model, input_ids, generation_config, synced_gpus, model_kwargs)
+            generation = _with_length(generation_config, stopping_criteria, input_ids.shape[1])
+            reason = _why_plain(engine, model, input_ids, generation, synced_gpus, model_kwargs)
             if reason is None:
                 rules, draws = _rules(
                     input_ids, logits_processor, stopping_criteria, generation_config, streamer, seeds
@@ -77,7 +79,7 @@ def decoding(
                 engine.fit_pool(model)
                 callbacks = [*logits_processor, *stopping_criteria, *filter(None, [streamer])]
                 call = Call(
-                    engine, model, input_ids, generation_config, draft_model, model_kwargs, rules, draws, streamer,
+                    engine, model, input_ids, generation, draft_model, model_kwargs, rules, draws, streamer,
                     callbacks,
                 )  # fmt: skip
                 steps = call.decode()
@@ -89,6 +91,19 @@ def decoding(
             **model_kwargs,
         )  # fmt: skip
         return _ended(ended)
+
+
+def _with_length(generation: GenerationConfig, criteria: StoppingCriteriaList, width: int) -> GenerationConfig:
+    """The settings, with the length at which the text ends: a criterion of the caller's replaces that of generate().
+
+    width: of the prompt, to which one token is always added.
+    """
+    lengths = [criterion.max_length for criterion in criteria if type(criterion) is MaxLengthCriteria]
+    if not lengths or min(lengths) == generation.max_length:
+        return generation
+    changed = copy(generation)
+    changed.max_length = max(min(lengths), width + 1)
+    return changed
 
 
 def _ended(result: torch.Tensor | ModelOutput) -> Decoding:
@@ -132,17 +147,16 @@ def _rules(
     at_own_pace = (
         (len(ids) > 1 or seeds is not None)
         and not (any(keeps) or streamer is not None)
-        and all(type(callback) in BY_SEQUENCE for callback in (*processors, *criteria))
+        and all(map(goes_by_sequence, (*processors, *criteria)))
         and (pads or all(type(criterion) is MaxLengthCriteria for criterion in criteria))
     )
     pad_token = compat.pad_token(generation) if pads else None
     settings = Settings(generation.do_sample, pad_token, *keeps, streamer)
     if not at_own_pace:
-        own_draws = torch.Generator(ids.device).manual_seed(seeds[0]) if seeds is not None and len(ids) == 1 else None
-        return [NextTokenRule(ids, processors, criteria, settings, own_draws)], None
+        return [NextTokenRule(ids, processors, criteria, settings, _seeded(seeds, ids.device) if seeds else None)], None
     own = [LogitsProcessorList(for_sequence(processor, b) for processor in processors) for b in range(len(ids))]
     # Each sequence has draws of its own, so that they do not depend on how far the others get in a step.
-    draws: Sequence[torch.Generator | Race | None] = [None] * len(ids)
+    draws: Sequence[Sequence[torch.Generator] | Race | None] = [None] * len(ids)
     of_batch = None
     if generation.do_sample and seeds is None and ids.is_cpu and choice.can_draw():
         from lookahead.engine.batch_draws import BatchDraws  # other calls draw nothing for several sequences
@@ -150,7 +164,11 @@ def _rules(
         of_batch = BatchDraws(len(ids))
         draws = of_batch.races()
     elif generation.do_sample:
-        seeds = torch.randint(2**62, (len(ids),)).tolist() if seeds is None else seeds
-        draws = [torch.Generator(ids.device).manual_seed(seed) for seed in seeds]
+        seeds = torch.randint(2**62, (len(ids),), device="cpu").tolist() if seeds is None else seeds
+        draws = [[generator] for generator in _seeded(seeds, ids.device)]
     rules = [NextTokenRule(ids[b : b + 1], own[b], criteria, settings, draws[b]) for b in range(len(ids))]
     return rules, of_batch
+
+
+def _seeded(seeds: Sequence[int], device: torch.device) -> list[torch.Generator]:
+    return [torch.Generator(device).manual_seed(seed) for seed in seeds]

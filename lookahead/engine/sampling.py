@@ -25,6 +25,7 @@ from lookahead.compat import tokens_that_end_stop_strings
 from lookahead.cpu import choice
 from lookahead.cpu.choice import Warp
 from lookahead.engine.draws import KNOWN_DRAWS, Race
+from lookahead.models.origin import is_own
 from lookahead.passes.runner import Output
 from lookahead.step import Step
 
@@ -48,6 +49,11 @@ BY_SEQUENCE = {
     for name in names
     if hasattr(module, name)
 }
+
+
+def goes_by_sequence(callback: object) -> bool:
+    """Whether a processor or criterion is of BY_SEQUENCE, and does what transformers says."""
+    return type(callback) in BY_SEQUENCE and is_own(type(callback).__call__)  # type: ignore[operator]  # it is called
 
 
 def for_sequence(processor: LogitsProcessor, b: int) -> LogitsProcessor:
@@ -104,9 +110,12 @@ class NextTokenRule:
         processors: LogitsProcessorList,
         criteria: StoppingCriteriaList,
         settings: Settings,
-        draws: torch.Generator | Race | None = None,
+        draws: Sequence[torch.Generator] | Race | None = None,
     ):
-        """ids: int64 [sequences, n], the prompts. draws: what draws the tokens; default: torch's own generator."""
+        """ids: int64 [sequences, n], the prompts.
+
+        draws: what draws the tokens, or those of each sequence; default: torch's own generator, for all.
+        """
         self._ids = ids
         self._width = ids.shape[1]
         self._new: list[int] = []  # in the usual case, the emitted tokens, of which `_ids` may lack the last ones
@@ -114,16 +123,21 @@ class NextTokenRule:
         self.logits: tuple[torch.Tensor, ...] | None = () if settings.keep_logits else None
         self._unfinished = torch.ones(len(ids), dtype=torch.bool, device=ids.device)
         self.live = list(range(len(ids)))
-        """Sequences that have not ended."""
+        """Sequences that go on: those that have not ended; all, until these end, if somebody may see all scores."""
         self._processors = processors
         self._criteria = criteria
         self._settings = settings
         self._race: Race | None = draws if isinstance(draws, Race) else None
-        self._generator = draws.generator if isinstance(draws, Race) else draws
+        own = [draws.generator] if isinstance(draws, Race) else draws
+        self._generators: Sequence[torch.Generator | None] = own or [None]
+        keeps = settings.keep_scores or settings.keep_logits
+        sees_all = keeps or not all(map(goes_by_sequence, processors))
+        # A sequence that has ended goes on with padding, as in plain decoding, where somebody may see its scores.
+        self._drops_ended = settings.pad_token is not None and not sees_all
         # In the usual case, a token depends on the logits alone, and nobody else sees them.
         warp = _warp_of(processors) if settings.do_sample else None if processors else Warp()
         ends = _ends(criteria)
-        is_usual = len(ids) == 1 and not (settings.keep_scores or settings.keep_logits)
+        is_usual = len(ids) == 1 and not sees_all and all(map(_asks_for_tokens, criteria))
         self._usual = (warp, ends) if is_usual and warp is not None and ends is not None else None
         self.takes_argmax = self._usual is not None and not settings.do_sample
         """Whether the next token is the one with the largest logit, and nobody else looks at the logits."""
@@ -132,7 +146,8 @@ class NextTokenRule:
     def ids(self) -> torch.Tensor:
         """Prompts and emitted tokens, int64 [sequences, n]."""
         if missing := self._new[self._ids.shape[1] - self._width :]:
-            self._ids = torch.cat([self._ids, self._ids.new_tensor([missing])], dim=-1)
+            # Of the prompt's ids, which may be narrower, and these, torch makes int64.
+            self._ids = torch.cat([self._ids, torch.tensor([missing], device=self._ids.device)], dim=-1)
         return self._ids
 
     def known_draws(self, count: int) -> np.ndarray | None:
@@ -173,27 +188,30 @@ class NextTokenRule:
             probabilities = torch.nn.functional.softmax(scores, dim=-1)
             no_choice = probabilities[:, 0].isnan()  # one NaN in a row, or nothing but -inf, makes all of it NaN
             probabilities.masked_fill_(no_choice[:, None], 1.0)  # on a GPU, multinomial would end the process
-            chosen = torch.multinomial(probabilities, num_samples=1, generator=self._generator).squeeze(1)
+            pairs = zip(probabilities.chunk(len(self._generators)), self._generators, strict=True)
+            chosen = torch.cat([torch.multinomial(part, 1, generator=own) for part, own in pairs]).squeeze(1)
         else:
             chosen = torch.argmax(scores, dim=-1)
             # argmax ranks NaN highest. One that a processor made, perhaps in `raw`, is a choice like any other, as it
             # is to generate().
             no_choice = scores.gather(1, chosen[:, None])[:, 0].isnan()
             no_choice &= self._with_ended(logits.isnan().any(dim=-1).to(self.ids.device))
-        if self._settings.pad_token is not None and len(self.live) < len(self.ids):
+        if self._settings.pad_token is not None and len(self.ids) > 1:
             chosen = chosen.where(self._unfinished, self._settings.pad_token)
         self._ids = torch.cat([self._ids, chosen[:, None]], dim=-1)
         self._unfinished = self._unfinished & ~self._criteria(self.ids, self.scores)
-        tokens, unfinished, spoiled = torch.stack([chosen, self._unfinished.long(), no_choice.long()]).tolist()
+        # A criterion may write another token into the ids. Plain decoding reads it there, and streams the chosen one.
+        of_each = [chosen, self._ids[:, -1], self._unfinished.long(), no_choice.long()]
+        tokens, written, unfinished, spoiled = torch.stack(of_each).tolist()
         if any(spoiled):
             raise FloatingPointError(self._no_choice())
-        emitted = [tokens[sequence] for sequence in self.live]
+        emitted = [written[sequence] for sequence in self.live]
         if self._usual is not None:
             self._new += emitted
-        if self._settings.pad_token is not None or not any(unfinished):
+        if self._drops_ended or not any(unfinished):
             self._keep([sequence for sequence in self.live if unfinished[sequence]])
         if self._settings.streamer is not None:
-            self._settings.streamer.put(torch.tensor(tokens))
+            self._settings.streamer.put(torch.tensor(tokens, device="cpu"))
         return emitted
 
     def _with_ended(self, rows: torch.Tensor) -> torch.Tensor:
@@ -221,7 +239,7 @@ class NextTokenRule:
         if is_over:
             self._keep([])
         if self._settings.streamer is not None:
-            self._settings.streamer.put(torch.tensor([token]))
+            self._settings.streamer.put(torch.tensor([token], device="cpu"))
 
     def _choose(self, logits: torch.Tensor, row: int, warp: Warp) -> int | None:
         """Choose the next token of a single sequence in one call; None if that is left to torch."""
@@ -230,7 +248,7 @@ class NextTokenRule:
         if not self._settings.do_sample:
             return choice.argmax(logits, row)
         if self._race is None and choice.can_draw():
-            self._race = Race(self._generator)
+            self._race = Race(self._generators[0])
         return self._race.choose(logits, warp, row) if self._race else None
 
     def _no_choice(self) -> str:
@@ -311,6 +329,11 @@ def _warp_of(processors: LogitsProcessorList) -> Warp | None:
         return None
     warp = Warp(**{name: getattr(processor, name) for name, processor in zip(names, processors, strict=True)})
     return warp if warp.top_k <= choice.MAX_TOP_K else None
+
+
+def _asks_for_tokens(criterion: StoppingCriteria) -> bool:
+    """Whether it is known by which tokens this ends a text."""
+    return isinstance(criterion, NewTokensCriterion) or goes_by_sequence(criterion)
 
 
 def _ends(criteria: StoppingCriteriaList) -> Ends | None:

@@ -22,7 +22,10 @@ import torch
 
 ROOTS = ("torch", "transformers", "lookahead")
 """Packages whose own code is trusted."""
-OF_LOOP = "_sample", "_prefill", "prepare_inputs_for_generation", "_update_model_kwargs_for_generation"
+OF_LOOP = (
+    "_sample", "_prefill", "prepare_inputs_for_generation", "_update_model_kwargs_for_generation",
+    "_has_unfinished_sequences",
+)  # fmt: skip
 """Methods of the loop of `generate()`."""
 # Names of what is called without being named: of a module, and of tensors by operators.
 _CALLED = (
