@@ -17,14 +17,15 @@ import pytest
 import torch
 from click.testing import CliRunner
 from server_process import SERVE, ask, connect, running
+from starlette.testclient import TestClient
 from test_server import THINKING, WRITING
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lookahead import DEMO_MODEL
 from lookahead.tools.cli import main
-from lookahead.tools.server import fields, make_app
+from lookahead.tools.server import app, fields, make_app
 
-MESSAGES = "/v1/messages"
+MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 LENGTH = 16
 KEY = "a key"
 
@@ -249,6 +250,9 @@ def test_a_template_gets_no_tools_where_none_may_be_called(more):
         ({"stop": "x"}, "give stop_sequences instead"),
         ({"mcp_servers": [{"name": "x"}]}, "mcp_servers must be empty"),
         ({"output_format": {}}, "give output_config.format instead"),
+        ({"response_format": {}}, "give output_config.format instead"),
+        ({"presence_penalty": 1}, "leave it out, or ask /v1/chat/completions, which takes it"),
+        ({"echo": True}, "leave it out, or ask /v1/completions, which takes it"),
         ({"system": 5}, "system must be a text"),
         ({"model": "other"}, "model must be 'demo'"),
     ],
@@ -258,6 +262,46 @@ def test_errors_are_those_of_the_api(address, changed, says):
     status, answer = ask(address, MESSAGES, **ASKED | changed)
     assert (status, answer["type"], answer["error"]["type"]) == (400, "error", "invalid_request_error")
     assert says in answer["error"]["message"]
+
+
+OTHERS = ("/v1/messagesX", "/v1/chat/completions/x", "/v1/responses/resp_1", "/v1/models/x", "/v1/embeddings", "/v2")
+
+
+@pytest.mark.parametrize("method", ["GET", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"])
+def test_errors_at_any_path_have_the_form_of_the_api_that_was_asked(address, method):
+    def said(path: str) -> tuple[int, dict, str]:
+        with contextlib.closing(connect(address)) as connection:
+            connection.request(method, path, b"{}" if method == "POST" else None, {"Content-Type": "application/json"})
+            answer = connection.getresponse()
+            return answer.status, json.load(answer), answer.headers.get("Allow", "")
+
+    for path in (f"{MESSAGES}/nope", f"{MESSAGES}/batches", f"{MESSAGES}/batches/1/cancel", f"{COUNT}/x"):
+        status, answer, _ = said(path)
+        assert (status, answer["type"], answer["error"]["type"]) == (404, "error", "not_found_error")
+        assert answer["error"]["message"].startswith(f"nothing is served at {path}: requests go to /v1/chat/")
+    for path in (MESSAGES, COUNT):
+        status, answer, allowed = said(path)
+        assert (status, allowed) == ((400, "") if method == "POST" else (405, "POST"))
+        assert (answer["type"], answer["error"]["type"]) == ("error", "invalid_request_error")
+        assert method == "POST" or answer["error"]["message"] == f"{path} takes POST, not {method}"
+    for path in OTHERS if method != "OPTIONS" else ():
+        status, answer, _ = said(path)
+        assert status == (405 if path == "/v1/models/x" and method != "GET" else 404)
+        assert answer.keys() == {"error"}
+        assert answer["error"].keys() == {"message", "type", "param", "code"}
+
+
+@pytest.mark.parametrize("path", [MESSAGES, COUNT, "/v1/completions"])
+def test_a_defect_of_the_server_is_told_in_the_form_of_the_api(plain, tokenizer, monkeypatch, path):
+    async def fails(self):
+        raise LookupError("a defect")
+
+    monkeypatch.setattr(app.Exchange, "serve", fails)
+    with TestClient(make_app(plain, tokenizer, "x"), raise_server_exceptions=False) as client:
+        answer = client.post(path, json={})
+    assert answer.status_code == 500
+    assert answer.json()["error"]["message"] == "LookupError: a defect"
+    assert answer.json().get("type") == (None if path == "/v1/completions" else "error")
 
 
 def test_a_body_that_is_too_large_is_refused_in_the_form_of_its_api(address):
@@ -451,6 +495,7 @@ def test_a_key():
         assert [get(address, path)[0] for path in ("/", "/health")] == [200, 200]
         status, answer = ask(address, MESSAGES, **ASKED)
         assert (status, answer["error"]["type"]) == (401, "authentication_error")
+        assert ask(address, f"{MESSAGES}/nope")[1]["error"]["type"] == "authentication_error"
         with openai.OpenAI(base_url=f"{address}/v1", api_key=KEY, max_retries=0) as client:
             assert client.completions.create(model="demo_model", prompt="x", max_tokens=2).usage.completion_tokens == 2
 

@@ -427,7 +427,7 @@ def test_errors_of_other_requests(address, client):
     for prompt, says in (("", "the prompt has 0 tokens"), ([0.5], "prompt must be a string")):
         with pytest.raises(openai.BadRequestError, match=says):
             client.completions.create(model=MODEL, prompt=prompt)
-    with pytest.raises(openai.NotFoundError, match="Not Found"):
+    with pytest.raises(openai.NotFoundError, match="nothing is served at /v1/nowhere: requests go to /v1/chat/"):
         client.post("/nowhere", body={}, cast_to=object)
     for body, says in (
         (b"[1]", "the body must be a JSON object"),

@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
+from http import HTTPStatus
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
@@ -47,7 +48,7 @@ from lookahead.tools.server.fields import (
     blamed,
     read_request,
 )
-from lookahead.tools.server.forms import Form, error_body
+from lookahead.tools.server.forms import Form
 from lookahead.tools.server.generations import Answer, BusyError, Generations, Worker
 from lookahead.tools.server.leaving import CHUNK, Leaving, size_of
 from lookahead.tools.server.metrics import Metrics, exposition
@@ -141,11 +142,15 @@ def make_app(
 
     async def refused(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        said = _form_at(request.url.path).error(str(error.detail), error.status_code)
-        return JSONResponse(said, error.status_code, error.headers)
+        path, says = request.url.path, str(error.detail)
+        if says == HTTPStatus.NOT_FOUND.phrase:  # of no route
+            says = f"nothing is served at {path:.80}: requests go to {', '.join(FORMS)}"
+        elif error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+            says = f"{path:.80} takes {error.headers['Allow']}, not {request.method:.80}"  # type: ignore[index]  # it has
+        return JSONResponse(_form_at(path).error(says, error.status_code), error.status_code, error.headers)
 
     async def failed(request: Request, error: Exception) -> Response:
-        return JSONResponse(error_body(f"{type(error).__name__}: {error}", 500), 500)
+        return JSONResponse(_form_at(request.url.path).error(f"{type(error).__name__}: {error}", 500), 500)
 
     async def health(request: Request) -> Response:
         return JSONResponse({"status": "ok"})
@@ -177,7 +182,8 @@ def make_app(
 
 
 def _form_at(path: str) -> type[Form]:
-    return FORMS.get(path, Form)
+    """Return the form of errors at a path, whether anything is there or not."""
+    return messages.Message if f"{path}/".startswith(f"{MESSAGE}/") else Form
 
 
 class Guarded:

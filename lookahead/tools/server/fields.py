@@ -147,8 +147,7 @@ def read_request(body: dict, path: str, model: str, vocabulary: int, reserved: C
     for name, value in body.items():
         with blamed(f"{name:.80}"):
             if name not in fields:
-                instead = INSTEAD.get((path, name)) or INSTEAD.get(name, LEAVE_OUT)
-                raise RefusedError(f"{name:.80} is not served: {instead}")
+                raise RefusedError(f"{name:.80} is not served: {_instead(name, path)}")
             _check_values(name, value)
             _check(name, value, fields[name])
     if body.get("model", model) != model:
@@ -645,6 +644,14 @@ INSTEAD: dict[Any, str] = {
     "max_output_tokens": "give max_tokens instead",
     "max_completion_tokens": "give max_tokens instead",
     (MESSAGE, "output_format"): "give output_config.format instead",
+    (MESSAGE, "response_format"): "give output_config.format instead",
+    (MESSAGE, "reasoning_effort"): "give output_config.effort or thinking instead",
+    (CHAT, "thinking"): "give reasoning_effort instead",
+    (CHAT, "best_of"): "give n instead",
+    (RESPONSE, "logprobs"): f"give include with {LOGPROBS!r}, and top_logprobs, instead",
+    "enable_thinking": 'give it in chat_template_kwargs, such as {"chat_template_kwargs": {"enable_thinking": false}}',
+    "min_tokens": 'give min_new_tokens in generation_config, such as {"generation_config": {"min_new_tokens": 8}}',
+    "audio": "nothing but text is read or written; leave it out",
     (CHAT, "reasoning"): "give reasoning_effort instead",
     (RESPONSE, "reasoning_effort"): "give reasoning.effort instead",
     (RESPONSE, "response_format"): "give text.format instead",
@@ -655,6 +662,13 @@ INSTEAD: dict[Any, str] = {
     for name in GENERATION
     if name not in COMMON
 }
+
+
+def _instead(name: str, path: str) -> str:
+    """Return what helps whoever sends a field that is not served at this path."""
+    known = INSTEAD.get((path, name)) or INSTEAD.get(name)
+    there = next((other for other in (CHAT, COMPLETION) if name in FIELDS[other]), None)
+    return known or (LEAVE_OUT if there is None else f"leave it out, or ask {there}, which takes it")
 
 
 # -- what to decode ---------------------------------------------------------------------------------------------------

@@ -9,8 +9,8 @@ from lookahead.tools.server.forms import Form, characters, event
 from lookahead.tools.server.parsing import TEXT, Call
 
 KINDS = {
-    400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 405: "invalid_request_error",
-    408: "timeout_error", 413: "request_too_large", 429: "rate_limit_error",
+    401: "authentication_error", 404: "not_found_error", 408: "timeout_error", 413: "request_too_large",
+    429: "rate_limit_error",
 }  # fmt: skip
 
 
@@ -24,7 +24,8 @@ class Message(Form):
 
     @staticmethod
     def error(message: str, status: int, param: str | None = None) -> dict:
-        return {"type": "error", "error": {"type": KINDS.get(status, "api_error"), "message": characters(message)}}
+        kind = KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
+        return {"type": "error", "error": {"type": kind, "message": characters(message)}}
 
     def object(self) -> dict:
         blocks = [block(kind, part) for kind, part in self.answers[0].parts]
