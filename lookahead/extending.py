@@ -1,6 +1,10 @@
-"""What the engine offers to writers of sources of guesses. `lookahead.sources` imports nothing else of this package."""
+"""What the engine offers to writers of sources of guesses, and of servers.
 
-from lookahead.compat import attention_implementation
+`lookahead.sources` imports nothing else of this package, and `lookahead.tools.server` nothing else that stands below
+`lookahead.sequences` and `lookahead.streaming`.
+"""
+
+from lookahead.compat import CACHE, attention_implementation
 from lookahead.compat.copies import copy_of_module
 from lookahead.compat.mtp import mtp_logits, mtp_model, run_mtp_layer
 from lookahead.config import LookaheadConfig
@@ -13,6 +17,7 @@ from lookahead.guessing.source import Batch, Guesser, GuessSource, Limits, Needs
 from lookahead.models.adapter import UnsupportedModelError, context_length, device_of, vocabulary_of
 from lookahead.models.cache import AnyCache, InPlaceLayer, LookaheadCache, copy_of_cache
 from lookahead.models.layers import read_config
+from lookahead.models.passed_in import bytes_of, can_be_cut, cut, empty_cache
 from lookahead.models.state import State, state_of
 from lookahead.passes.capabilities import can_batch, choose_runner
 from lookahead.passes.costs import StepCosts, path_of, step_costs, write_json
@@ -65,6 +70,11 @@ __all__ = [  # noqa: RUF022 - by what they are for
     "InPlaceLayer",
     "LookaheadCache",
     "copy_of_cache",
+    "CACHE",
+    "empty_cache",
+    "can_be_cut",
+    "cut",
+    "bytes_of",
     "can_batch",
     "choose_runner",
     "StepCosts",

@@ -13,14 +13,17 @@ import torch
 from transformers import PreTrainedModel
 from transformers.generation import BaseStreamer
 
-from lookahead.engine.call import Decoding
+from lookahead.engine.call import Decoding, RecordingStreamer
 from lookahead.engine.engine import Lookahead
 from lookahead.engine.loop import decoding
 from lookahead.guessing.combine import Ledger
 from lookahead.guessing.source import GuessSource
+from lookahead.passes.fused import FusedRunner
 from lookahead.passes.runner import Output, Pass
 from lookahead.passes.sharing import run_together
 from lookahead.wrapping import engine_of, own_loop
+
+__all__ = ["RecordingStreamer", "Sequences", "seeded"]
 
 
 class Sequences:
@@ -63,6 +66,7 @@ class Sequences:
         seed: a text is sampled as after ``torch.manual_seed(seed)``, the next one of several as after seed + 1. By
             default, torch draws a number now.
         source: further sources of guesses, for this text alone.
+        streamer: as `generate` takes it. A RecordingStreamer is shown the steps, too.
         options: other arguments of `generate`. With ``prefill_chunk_size``, a step reads so many tokens of a prompt, so
             that a long one does not hold up the other texts; by default, it reads all of one prompt.
 
@@ -79,6 +83,20 @@ class Sequences:
         begin = partial(self._begin, input_ids, seed, sources, streamer, options)
         self._submitted.append(text := _Text(begin))
         return text.future
+
+    def portion(self, most: int) -> int | None:
+        """Return a ``prefill_chunk_size`` of ``most`` tokens at most, by which a text does not depend on where portions
+        begin: on what an earlier call has left of its prompt, for example.
+
+        Passes of our own round a row alike in any company, so it is a number of tokens that one of them reads. None if
+        such passes read no prompts: they are then to be read as a whole.
+        """
+        engine = engine_of(self._model)
+        if engine.adapter is None:
+            return None
+        runner = engine.find_runner(self._model)
+        runner.end()
+        return min(most, runner.most_read) or None if isinstance(runner, FusedRunner) else None
 
     def cancel(self, future: Future) -> None:
         """Let a text end at the next step, with a CancelledError. No effect once it has ended."""

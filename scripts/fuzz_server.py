@@ -2,8 +2,8 @@
 
 Each field of the four schemas, and each place in messages, tools and settings, is left out, null, of the wrong type,
 huge, not a number, nested deeply or no text. Each request must be answered within a minute, with no status of 500 or
-above and no error in the middle of a stream, and a good request must get the same text as before. A request that fails
-is printed.
+above and no error in the middle of a stream, and a good request must get the same text as before. Errors must have the
+form of the API that was asked. A request that fails is printed.
 
     lookahead serve --port 8000 &
     python scripts/fuzz_server.py --url http://localhost:8000
@@ -26,7 +26,7 @@ from openai.types.completion_create_params import CompletionCreateParamsStreamin
 from openai.types.responses.response_create_params import ResponseCreateParamsStreaming as ResponseParams
 
 CHAT, COMPLETION, RESPONSE = "/v1/chat/completions", "/v1/completions", "/v1/responses"
-MESSAGE = "/v1/messages"
+MESSAGE, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 GOOD = {"prompt": "def read_lines(path):\n", "max_tokens": 12, "temperature": 0.8, "seed": 3}
 TIMEOUT = 60  # seconds
 
@@ -76,6 +76,7 @@ BODIES: dict[str, dict[str, Any]] = {
         "include": ["message.output_text.logprobs"],
     },
 }
+BODIES[COUNT] = {name: value for name, value in BODIES[MESSAGE].items() if name != "max_tokens"}
 SCHEMAS: dict[str, Any] = {CHAT: ChatParams, COMPLETION: CompletionParams, RESPONSE: ResponseParams}
 OF_MESSAGES = (
     "billing_policy", "cache_control", "compaction", "container", "context_management", "diagnostics",
@@ -133,6 +134,7 @@ NESTED: dict[str, list[tuple]] = {
         ("include", 0),
     ],
 }  # fmt: skip
+NESTED[COUNT] = NESTED[MESSAGE]
 LEFT_OUT = object()
 
 
@@ -279,7 +281,10 @@ class Server:
         except (OSError, http.client.HTTPException) as error:
             raise AssertionError(f"{error!r} for {case}") from error
         assert status < 500, f"status {status}, {said:.2000} for {case}"
-        assert case.method == "HEAD" or status < 400 or json.loads(said)["error"]["message"], f"{said:.2000} for {case}"
+        if case.method != "HEAD" and status >= 400:
+            error = json.loads(said)
+            is_anthropics = error["error"]["message"] and error.get("type") == "error"
+            assert is_anthropics == case.path.startswith(MESSAGE), f"{said:.2000} for {case}"
         assert status != 200 or 'data: {"error"' not in said, f"{said[-2000:]} for {case}"
         return status
 

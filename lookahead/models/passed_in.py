@@ -1,6 +1,7 @@
 """Caches that go from call to call of generate(), as in a conversation, made by `empty_cache` or by the caller."""
 
 from collections.abc import Iterable
+from copy import copy
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,48 @@ def empty_cache(model: PreTrainedModel) -> DynamicCache | None:
     if counts_positions(cache):
         return cache
     return CountedCache(config=config) if getattr(model, "lookahead", None) is not None else None
+
+
+def can_be_cut(cache: DynamicCache) -> bool:
+    """Whether the layers of a cache can be cut back to any length, however long their text becomes."""
+    return all(
+        isinstance(layer, (DynamicLayer, InPlaceLayer))
+        and not isinstance(layer, KeepsState)
+        and layer.is_croppable
+        and not layer.is_sliding
+        for layer in cache.layers
+    )
+
+
+def cut(cache: DynamicCache, tokens: int) -> DynamicCache | None:
+    """Return a copy without the last ``-tokens`` tokens; None if a layer cannot be cut back so far."""
+    copied = copy(cache)
+    # Layers of ours that are cut share their columns until then, so that no more are copied than are needed.
+    shares = [isinstance(layer, InPlaceLayer) for layer in cache.layers]
+    copied.layers = [
+        copy(layer) if shared else copy_of(layer) for layer, shared in zip(cache.layers, shares, strict=True)
+    ]
+    try:
+        if tokens:
+            copied.crop(tokens)
+    except RuntimeError:
+        return None
+    copied.layers = [copy_of(layer) if shared else layer for layer, shared in zip(copied.layers, shares, strict=True)]
+    return copied
+
+
+def bytes_of(cache: Cache) -> int:
+    """Return the bytes of the tensors that the layers of a cache hold."""
+
+    def tensors(value: Any) -> list[torch.Tensor]:
+        if isinstance(value, torch.Tensor):
+            return [value]
+        if isinstance(value, (dict, list, tuple)):
+            parts = value.values() if isinstance(value, dict) else value
+            return [tensor for part in parts for tensor in tensors(part)]
+        return []
+
+    return sum(tensor.nbytes for layer in cache.layers for tensor in tensors(vars(layer)))
 
 
 def can_adopt(adapter: ModelAdapter, cache: Cache, model: PreTrainedModel) -> bool:

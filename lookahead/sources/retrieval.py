@@ -26,6 +26,9 @@ class RetrievalSource(GuessSource):
     It takes 8 bytes for each token of the collection.
     """
 
+    longest = LONGEST
+    """Tokens of an end that is looked up, at most."""
+
     def __init__(self, texts: Iterable[Sequence[int]]):
         """texts: token ids of each text, int in 0..2**31-1. Raises ValueError for other ids, or if there are none."""
         parts = [np.append(np.asarray(text, np.int64), END) for text in texts]

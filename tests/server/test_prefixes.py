@@ -12,7 +12,8 @@ from zoo import tiny_model
 import lookahead
 from lookahead import LookaheadConfig
 from lookahead.compat import CACHE
-from lookahead.tools.server.prefixes import LEAST_SHARED, Prefixes, size_of
+from lookahead.extending import bytes_of
+from lookahead.tools.server.prefixes import LEAST_SHARED, Prefixes
 
 CONFIG = LookaheadConfig(budget=6, window_size=2, ngram_size=3)
 GREEDY = {"do_sample": False, "return_dict_in_generate": True}
@@ -65,7 +66,7 @@ def test_texts_are_those_of_the_whole_prompt(family, wraps, most, seed):
             expected = plain.generate(**given, max_new_tokens=new, **GREEDY).sequences[0].tolist()
         assert text == expected
         assert cached < len(ids)
-        assert prefixes.bytes == sum(size_of(kept.cache) for kept in prefixes._kept) <= most
+        assert prefixes.bytes == sum(bytes_of(kept.cache) for kept in prefixes._kept) <= most
         texts.append(text)
 
 
@@ -96,7 +97,7 @@ def test_no_more_is_copied_than_is_shared():
     text, _ = answer(prefixes._model, prefixes, [3, 4] * 250, 5)
     copied, cached = prefixes.take([*text[:30], 9, 9])
     assert cached == 30
-    assert 0 < size_of(copied) < size_of(prefixes._kept[0].cache) / 5
+    assert 0 < bytes_of(copied) < bytes_of(prefixes._kept[0].cache) / 5
     assert prefixes.take([*text, 9], shares=True)[1] == len(text) - 1  # the other text is as it was
 
 
@@ -105,7 +106,7 @@ def test_the_oldest_goes_first_and_little_is_not_worth_a_copy():
     prefixes = Prefixes(model, 2**30)
     answer(model, prefixes, [3] * 30, 5)
     size = prefixes.bytes
-    assert size == size_of(prefixes._kept[0].cache) > 0
+    assert size == bytes_of(prefixes._kept[0].cache) > 0
     prefixes = Prefixes(model, 2 * size)
     for token in (3, 4, 5):
         answer(model, prefixes, [token] * 30, 5)

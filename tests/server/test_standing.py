@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import lookahead
 from lookahead import DEMO_MODEL, LookaheadConfig
 from lookahead.tools.server import app, arriving
-from lookahead.tools.server.answering import End, Words
+from lookahead.tools.server.answering import End, Likelihood, Words
 from lookahead.tools.server.app import Exchange, Server
 from lookahead.tools.server.arriving import Bodies
 from lookahead.tools.server.chats import Completion
@@ -589,6 +589,34 @@ def test_a_stream_pings_while_nothing_comes(monkeypatch):
     assert set(pings) == {b": ping\n\n"}
     assert b'"finish_reason": "stop"' in end
     assert done == b"data: [DONE]\n\n"
+
+
+@pytest.mark.parametrize("is_taken", [False, True])
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_stream_that_is_taken_too_slowly_is_given_up(monkeypatch, is_taken, streams):
+    """What waits of it is bounded, for it may be written much faster. A client that keeps up gets all of it."""
+    monkeypatch.setattr(app, "UNREAD", 20_000)
+    likelihoods = [Likelihood("x", b"x", -1.0)] * 10
+
+    async def waiting() -> tuple[bool, int, int]:
+        async def send(message: dict) -> None:
+            await asyncio.sleep(0 if is_taken else 60)
+
+        exchange = Exchange(None, COMPLETION, {}, None, send)
+        exchange._form = form = Completion(Asked(streams=streams), "m", [Prompt([1], [])], 1)
+        exchange._gone, exchange._unwritten = asyncio.get_running_loop().create_future(), 1
+        task = asyncio.ensure_future(exchange._stream(form) if streams else exchange._gather(form))
+        for number in range(100):
+            exchange._take(0, Words(TEXT, "x", likelihoods, number, 0))
+            for _ in range(10):
+                await asyncio.sleep(0)
+        task.cancel()
+        return exchange._gone.cancelled(), exchange._unsent, len(form.answers[0].likelihoods)
+
+    is_given_up, unsent, kept = asyncio.run(waiting())
+    assert is_given_up == (streams and not is_taken)
+    assert (unsent < 5_000) == (streams and is_taken)
+    assert kept == (0 if streams else 1000)
 
 
 @pytest.mark.parametrize("stream", [False, True])

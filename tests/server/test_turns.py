@@ -15,11 +15,12 @@ from zoo import tiny_model
 
 import lookahead
 from lookahead import DEMO_MODEL, LookaheadConfig
+from lookahead.extending import bytes_of
 from lookahead.tools.server.answering import End, Words
 from lookahead.tools.server.fields import CHAT, Wishes, read_request
 from lookahead.tools.server.generations import Generations
 from lookahead.tools.server.parsing import Call
-from lookahead.tools.server.prefixes import Prefixes, size_of
+from lookahead.tools.server.prefixes import Prefixes
 from lookahead.tools.server.reading import Prompt, Reader, Written, digests, size_of_text
 
 CONFIG = LookaheadConfig(budget=6, window_size=2, ngram_size=3)
@@ -411,7 +412,7 @@ def test_states_that_are_kept_stay_under_their_bound(tokenizer):
             at_once, _ = answer(of, prompt, 12, others=[prompt, prompt], settings={"do_sample": False})
             assert len({*two, *at_once}) == 1
             texts.add((number // 3, two[0]))
-            assert of._prefixes.bytes == sum(size_of(kept.cache) for kept in of._prefixes._kept) <= most
+            assert of._prefixes.bytes == sum(bytes_of(kept.cache) for kept in of._prefixes._kept) <= most
         assert len(texts) == 2
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from transformers import GenerationConfig, LogitsProcessor, PreTrainedTokenizerBase
 
-from lookahead.engine.recording import Recorder
 from lookahead.extending import Stats, Step
+from lookahead.sequences import RecordingStreamer
 from lookahead.streaming import (
     BYTE_TOKEN,
     CONTEXT,
@@ -162,7 +162,7 @@ def undecided(text: str, stops: tuple[str, ...]) -> int:
     return max((n for stop in stops for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0)
 
 
-class Writer(Recorder):
+class Writer(RecordingStreamer):
     """A streamer that hands an answer on, piece by piece. Tokens that one step has written make one piece.
 
     With probabilities, each token makes one, so that a piece has those of its own tokens, however many a step writes;
@@ -179,7 +179,8 @@ class Writer(Recorder):
         one_call: Callable[[], None] | None = None,
     ):
         """one_call: what ends the text, if an answer ends with its first call."""
-        super().__init__()
+        self.stats: Stats | None = None
+        """Of the call; None until lookahead decodes it."""
         self._end_text = one_call
         self._texts = TextPieces(tokenizer, with_special=parser is not None)
         self._parser = parser

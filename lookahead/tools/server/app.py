@@ -50,7 +50,7 @@ from lookahead.tools.server.fields import (
 )
 from lookahead.tools.server.forms import Form
 from lookahead.tools.server.generations import Answer, BusyError, Generations, Worker
-from lookahead.tools.server.leaving import CHUNK, Leaving, size_of
+from lookahead.tools.server.leaving import CHUNK, UNREAD, Leaving, size_of
 from lookahead.tools.server.metrics import Metrics, exposition
 from lookahead.tools.server.prefixes import Prefixes
 from lookahead.tools.server.reading import Prompt, Reader, Written
@@ -332,7 +332,9 @@ class Endpoint:
 
 
 class Exchange:
-    """One request and its answer. It is cancelled when its client goes, or takes nothing of the answer for long."""
+    """One request and its answer. It is cancelled when its client goes, takes nothing of the answer for long, or takes
+    a stream so slowly that too much of it waits.
+    """
 
     def __init__(self, server: Server, path: str, scope: Scope, receive: Receive, send: Send):
         self._server, self._path, self._scope, self._receive = server, path, scope, receive
@@ -345,7 +347,8 @@ class Exchange:
         self._gone: asyncio.Future[Any] | None = None  # done when the client goes, has all, or is given up
         self._client = host_of(scope.get("client"))
         self._has_place = False  # among the requests whose answers are not yet written
-        self._size = 0  # bytes of the request, and of what was written
+        self._size = 0  # bytes of the request
+        self._unsent = 0  # bytes of what was written, of a stream without what was sent
         self._unwritten = 0  # answers
 
     async def serve(self) -> None:
@@ -400,12 +403,14 @@ class Exchange:
         if self._has_place and self._gone is not None:
             self._has_place = False
             self._server.metrics.requests["running"] -= 1
-            self._server.leaving.add(self._client, self._gone, self._size)
+            self._server.leaving.add(self._client, self._gone, self._size + self._unsent)
 
     def _take(self, number: int, piece: Piece | Exception) -> None:
         """Take a piece of an answer from the thread that writes it."""
-        self._size += size_of(piece)
+        self._unsent += size_of(piece)
         self._pieces.put_nowait((number, piece))
+        if self._unsent > UNREAD and self._form is not None and self._form.asked.streams and self._gone is not None:
+            self._gone.cancel()
         self._unwritten -= isinstance(piece, End)
         if not self._unwritten or isinstance(piece, Exception):
             self._leave_place()
@@ -474,6 +479,7 @@ class Exchange:
             # What ends an answer may repeat all of it: with probabilities, that takes seconds.
             ends = any(isinstance(piece, End) for _, piece in pieces)
             await self._send_text(await asyncio.to_thread(write) if ends else write(), more=failed is None)
+            self._unsent -= sum(size_of(piece) for _, piece in found)
             if failed is not None:
                 return
         await self._send_text(await asyncio.to_thread(lambda: "".join(form.end())), more=False)

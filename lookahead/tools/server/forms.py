@@ -127,8 +127,11 @@ class Form:
 
     def add(self, number: int, piece: Piece) -> Iterator[str]:
         """Yield the events of a piece of an answer. All of them must be taken."""
-        self.answers[number].add(piece)
+        answer = self.answers[number]
+        answer.add(piece)
         yield from self.events(number, piece)
+        if self.asked.streams:
+            answer.likelihoods.clear()  # they were sent, and take far more than the text
 
     def events(self, number: int, piece: Piece) -> Iterator[str]:
         raise NotImplementedError

@@ -22,16 +22,12 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from lookahead import Lookahead
-from lookahead.compat import CACHE
-from lookahead.extending import GuessSource, context_length, vocabulary_of
-from lookahead.models.cache import CountedCache
-from lookahead.passes.fused import FusedRunner
+from lookahead import Lookahead, RetrievalSource
+from lookahead.extending import CACHE, GuessSource, can_be_cut, context_length, vocabulary_of
 from lookahead.sequences import Sequences, seeded
-from lookahead.sources.retrieval import LONGEST, RetrievalSource
 from lookahead.tools.server.answering import Penalties, Piece, Probabilities, Stop, Writer
 from lookahead.tools.server.fields import RefusedError, Wishes, blamed
-from lookahead.tools.server.prefixes import Prefixes, can_be_cut
+from lookahead.tools.server.prefixes import Prefixes
 from lookahead.tools.server.reading import Prompt, Reader, Written, too_long
 from lookahead.tools.server.thinking import LimitThinking
 
@@ -118,7 +114,7 @@ class Generations(Worker):
         self._model, self._reader, self._written, self._prefixes = model, reader, written, prefixes
         self._assistant = assistant
         self._sequences = Sequences(model) if engine is not None and assistant is None else None
-        self._portion = portion(model, engine)
+        self._portion = None if self._sequences is None else self._sequences.portion(PORTION)
         self._most = 1 if self._sequences is None else parallel
         self._under_way = 0  # answers that have begun
         self._groups: list[Group] = []  # with answers that wait
@@ -243,7 +239,7 @@ class Generations(Worker):
             processors.append(probabilities)
         sources: list[GuessSource] = []
         if prompt.predicted:
-            sources.append(RetrievalSource([[*prompt.ids[-LONGEST:], *prompt.predicted]]))
+            sources.append(RetrievalSource([[*prompt.ids[-RetrievalSource.longest :], *prompt.predicted]]))
         if grammar is not None:
             processor, source = self._grammars.enforce(grammar, length, wishes.demand.param)
             processors.append(processor)
@@ -396,18 +392,5 @@ class Generations(Worker):
                 output = model.generate(input_ids=inputs, assistant_model=self._assistant, **options)  # type: ignore[operator]  # a method
         if cache is None:
             return output[0].tolist(), None
-        is_counted = not isinstance(cache, CountedCache) or writer.stats is not None
+        is_counted = cache.get_seq_length() >= len(ids)
         return output.sequences[0].tolist(), cache if is_counted else None
-
-
-def portion(model: PreTrainedModel, engine: Lookahead | None) -> int | None:
-    """Return how many tokens of a prompt are read between two steps of other answers.
-
-    As many as passes of our own take: these round a row alike in any company, so a prompt that goes on from an earlier
-    text holds the numbers of one that is read as a whole. None, all of them, if such passes read no prompts.
-    """
-    if engine is None or engine.adapter is None:
-        return None
-    runner = engine.find_runner(model)
-    runner.end()
-    return min(PORTION, runner.most_read) or None if isinstance(runner, FusedRunner) else None

@@ -12,7 +12,7 @@ from lookahead.tools.server.arriving import Waiting
 from lookahead.tools.server.parsing import Call
 
 MOST_UNREAD = 128  # answers
-UNREAD = 2**26  # bytes of them, all together; one may have more
+UNREAD = 2**26  # bytes of them, all together, where one may have more; and of a stream that is still written
 CHUNK = 2**16  # bytes that a client is sent at once, at most
 A_PIECE, A_TOKEN = 512, 128  # bytes that stand around a piece, and that a token takes with its probability
 

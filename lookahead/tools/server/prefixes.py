@@ -1,16 +1,10 @@
 """What earlier requests have left: caches of their texts. A prompt that begins with such a text goes on from there."""
 
-from copy import copy
 from dataclasses import dataclass
-from typing import Any
 
-import torch
-from transformers import Cache, DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
+from transformers import DynamicCache, PreTrainedModel
 
-from lookahead.extending import InPlaceLayer
-from lookahead.models.cache import KeepsState, copy_of
-from lookahead.models.passed_in import empty_cache
+from lookahead.extending import bytes_of, cut, empty_cache
 from lookahead.tools.audit import first_difference
 
 LEAST_SHARED = 16  # tokens: less of another text is not worth a copy
@@ -72,7 +66,7 @@ class Prefixes:
                 stays |= kept.stays
                 self.bytes -= self._kept.pop(i).bytes
                 break
-        self._kept.append(_Kept(text, cache, size_of(cache), stays))
+        self._kept.append(_Kept(text, cache, bytes_of(cache), stays))
         self.bytes += self._kept[-1].bytes
         while self.bytes > self._most:
             self.bytes -= self._kept.pop(0).bytes
@@ -100,45 +94,3 @@ class Prefixes:
         if not self._most or getattr(self._model.generation_config, "cache_implementation", None) is not None:
             return None  # in the latter case, generate() makes that cache, and takes no other
         return empty_cache(self._model)
-
-
-def can_be_cut(cache: DynamicCache) -> bool:
-    """Whether the layers of a cache can be cut back to any length, however long their text becomes."""
-    return all(
-        isinstance(layer, (DynamicLayer, InPlaceLayer))
-        and not isinstance(layer, KeepsState)
-        and layer.is_croppable
-        and not layer.is_sliding
-        for layer in cache.layers
-    )
-
-
-def cut(cache: DynamicCache, tokens: int) -> DynamicCache | None:
-    """Return a copy without the last ``-tokens`` tokens; None if a layer cannot be cut back so far."""
-    copied = copy(cache)
-    # Layers of ours that are cut share their columns until then, so that no more are copied than are needed.
-    shares = [isinstance(layer, InPlaceLayer) for layer in cache.layers]
-    copied.layers = [
-        copy(layer) if shared else copy_of(layer) for layer, shared in zip(cache.layers, shares, strict=True)
-    ]
-    try:
-        if tokens:
-            copied.crop(tokens)
-    except RuntimeError:
-        return None
-    copied.layers = [copy_of(layer) if shared else layer for layer, shared in zip(copied.layers, shares, strict=True)]
-    return copied
-
-
-def size_of(cache: Cache) -> int:
-    """Return the bytes of the tensors that the layers of a cache hold."""
-
-    def tensors(value: Any) -> list[torch.Tensor]:
-        if isinstance(value, torch.Tensor):
-            return [value]
-        if isinstance(value, (dict, list, tuple)):
-            parts = value.values() if isinstance(value, dict) else value
-            return [tensor for part in parts for tensor in tensors(part)]
-        return []
-
-    return sum(tensor.nbytes for layer in cache.layers for tensor in tensors(vars(layer)))

@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lookahead.extending import context_length
-from lookahead.models.passed_in import empty_cache
+from lookahead.extending import can_be_cut, context_length, empty_cache
 from lookahead.streaming import CONTEXT
 from lookahead.tools.audit import first_difference
 from lookahead.tools.server.answering import ends_of
 from lookahead.tools.server.fields import Asked, RefusedError, Wishes
 from lookahead.tools.server.parsing import Call, Parser, reasoning_marks, response_template
-from lookahead.tools.server.prefixes import LEAST_SHARED, can_be_cut
+from lookahead.tools.server.prefixes import LEAST_SHARED
 from lookahead.tools.server.thinking import Marks
 
 if TYPE_CHECKING:
