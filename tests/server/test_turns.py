@@ -1,6 +1,7 @@
 """Turns of a conversation: what earlier ones have read and written is found again, and the answer stays the same."""
 
 import asyncio
+import gc
 import json
 import random
 import threading
@@ -10,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from zoo import tiny_model
 
 import lookahead
@@ -350,6 +351,26 @@ def test_a_prompt_that_is_cancelled_is_read_no_further(family, tokenizer):
         wanted = plain.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False)[0, len(ids) :]
         assert text == tokenizer.decode(wanted, skip_special_tokens=True).rstrip("\N{REPLACEMENT CHARACTER}")
         assert cached in (len(first), len(first) - 1)
+
+
+def test_a_cache_that_is_not_kept_ends_with_its_answer(tokenizer):
+    """And not when Python next looks for circles, many requests later: the bound of bytes would hold for nothing."""
+    of = generations(lookahead.wrap(tiny_model("llama"), CONFIG), tokenizer, 1)
+
+    def caches() -> int:
+        return sum(type(one) is DynamicCache for one in gc.get_objects())
+
+    answer(of, list(range(3, 60)), 12)
+    gc.collect()
+    gc.disable()
+    try:
+        before = caches()
+        for _ in range(6):
+            answer(of, list(range(3, 60)), 12)
+        after = caches()
+    finally:
+        gc.enable()
+    assert after <= before + 1  # the last one may still be in use
 
 
 FAMILIES_WITH_STATES = {

@@ -397,6 +397,7 @@ class Exchange:
                 self._scope.get("extensions", {}).get(ABORT, lambda: None)()
             requests[self._path, self._status] += 1
             self._log()
+            self._answers = []  # they know this: together they would stay until Python looks for circles
 
     def _leave_place(self) -> None:
         """Let another request have the place of this one, whose answer is written."""

@@ -287,6 +287,7 @@ class Generations(Worker):
         future: Future | None = None,
     ) -> None:
         """Let an answer go on, now that a text is there, until it waits for the next one."""
+        answer.text = None  # it knows this answer: together they would keep its cache until Python looks for circles
         try:
             if future is None:
                 wanted = next(answer.steps)
@@ -298,6 +299,9 @@ class Generations(Worker):
                 wanted = answer.steps.send(future.result())
         except StopIteration as end:
             send(end.value)
+            self._end(group)
+        except CancelledError as error:
+            send(error.with_traceback(None))  # which would keep the cache
             self._end(group)
         except Exception as error:
             send(error)
