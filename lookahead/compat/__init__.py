@@ -10,11 +10,8 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import fields
 from functools import cache
-from importlib import import_module
 from itertools import chain
 from operator import attrgetter
-from types import FunctionType, MethodType
-from typing import Any
 
 import torch
 from torch import nn
@@ -80,17 +77,6 @@ def own_cache_argument(model: PreTrainedModel | type[PreTrainedModel]) -> str | 
     """What the model's forward calls a cache that is no `Cache`; None if it takes none."""
     arguments = forward_arguments(model)
     return next((name for name in ("state", "mems", "past_buckets_states", "cache") if name in arguments), None)
-
-
-def tokens_that_end_stop_strings(criterion: Any) -> frozenset[int] | None:
-    """The tokens in which a stop string of transformers' criterion can end; None if any may be, or of another one."""
-    if type(criterion) is not getattr(stopping_criteria, "StopStringCriteria", None):
-        return None
-    if not criterion.target_lens.all():  # an empty one, which ends everywhere
-        return None
-    start = criterion.max_valid_positions * criterion.num_stop_strings
-    can_end = (criterion.embedding_vec[:, start:-1] > 0).any(dim=1)
-    return frozenset(can_end.nonzero()[:, 0].tolist())
 
 
 def is_callers_own(cache: Cache | None) -> bool:
@@ -227,23 +213,12 @@ def has_own_call(module: nn.Module) -> bool:
 
 
 def replaces_forward(module: nn.Module) -> bool:
-    """Whether an object has a forward in the place of its class's.
+    """Whether an object has a forward in the place of its class's. One of trl's that calls it does not count."""
+    if vars(module).get("forward") is None:
+        return False
+    from lookahead.compat.trl import calls_forward_of_class  # other modules have no forward of their own
 
-    trl's trainers put one before the class's, and tell it by ``fused_lm_head=True`` to make a loss. Else it calls the
-    class's and does nothing more, so it does not count.
-    """
-    found = vars(module).get("forward")
-    function = getattr(found, "__func__", found)
-    if found is None or not isinstance(function, FunctionType):
-        return found is not None
-    code = function.__code__
-    cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
-    if (function.__globals__.get("__name__"), code.co_name) != _OF_TRL or "original_forward" not in cells:
-        return True
-    return cells["original_forward"].cell_contents != MethodType(type(module).forward, module)
-
-
-_OF_TRL = "trl.trainer.utils", "_fused_forward"
+    return not calls_forward_of_class(module)
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
@@ -297,27 +272,3 @@ def cpu_capability() -> str:
             if allowed and torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx():
                 capability = "AVX512_AMX"
     return capability
-
-
-# -- blocks of GGUF ---------------------------------------------------------------------------------------------------
-
-
-@cache
-def gguf_class(name: str) -> Any:
-    """A class of modules that keep the blocks of a GGUF file, of transformers 5.24 and newer; None before."""
-    with suppress(ImportError, AttributeError):
-        return getattr(import_module("transformers.integrations.gguf.utils"), name)
-    return None
-
-
-def gguf_name(ggml_type: int) -> str:
-    """The name of a form of blocks."""
-    return import_module("transformers.integrations.gguf.dequant").GGML_NAME.get(ggml_type, str(ggml_type))
-
-
-# -- parsing of answers -----------------------------------------------------------------------------------------------
-
-
-def unread(parser: Any) -> str:
-    """The end of what transformers' response parser was fed: the text that may be the beginning of a mark."""
-    return parser._buffer[parser._pos :]

@@ -1,8 +1,9 @@
-"""Private names of transformers' loading of GGUF files, each behind a function."""
+"""Private names of transformers' support of GGUF files, each behind a function."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from copy import deepcopy
+from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -10,6 +11,19 @@ import numpy as np
 from torch import nn
 
 _LOADING = "transformers.modeling_gguf_pytorch_utils"
+
+
+@cache
+def gguf_class(name: str) -> Any:
+    """A class of modules that keep the blocks of a GGUF file, of transformers 5.24 and newer; None before."""
+    with suppress(ImportError, AttributeError):
+        return getattr(import_module("transformers.integrations.gguf.utils"), name)
+    return None
+
+
+def gguf_name(ggml_type: int) -> str:
+    """The name of a form of blocks."""
+    return import_module("transformers.integrations.gguf.dequant").GGML_NAME.get(ggml_type, str(ggml_type))
 
 
 def config_of(path: str) -> dict[str, Any]:

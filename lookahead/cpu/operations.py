@@ -16,6 +16,9 @@ import torch
 from lookahead.cpu.products import Format, Linear, is_plain_of
 
 if TYPE_CHECKING:
+    from lookahead.cpu.elementwise import Clip as Clip
+    from lookahead.cpu.elementwise import Scale as Scale
+    from lookahead.cpu.elementwise import Xielu as Xielu
     from lookahead.cpu.experts import Experts as Experts
     from lookahead.cpu.experts import Weigh as Weigh
     from lookahead.cpu.heads import HeadProducts as HeadProducts
@@ -44,7 +47,8 @@ Part = tuple[Literal["outputs", "heads"], int] | None
 thread has the same part. None: any thread may take any part."""
 
 # Where the other operations are. Whoever names one loads its module.
-_HOMES = {"Experts": "experts", "Weigh": "experts", "HeadProducts": "heads", "Join": "heads", "Select": "heads",
+_HOMES = {"Clip": "elementwise", "Scale": "elementwise", "Xielu": "elementwise",
+          "Experts": "experts", "Weigh": "experts", "HeadProducts": "heads", "Join": "heads", "Select": "heads",
           "Convolve": "states", "Delta": "states", "DeltaByKey": "states", "Scan": "states",
           "Blend": "streams", "Rescale": "streams", "Cut": "streams"}  # fmt: skip
 
@@ -361,60 +365,6 @@ class Gate(Operation):
 
     def fits(self) -> bool:
         return self.by is None or self.by.width == self.x.width
-
-
-@dataclass(frozen=True, eq=False)
-class Clip(Operation):
-    """out = x, but no number of it is further from 0 than the limit."""
-
-    x: Value
-    out: Value
-    limit: float
-    works_in_place = True
-
-    @property
-    def part(self) -> Part:
-        return "outputs", self.x.width
-
-    def fits(self) -> bool:
-        return self.limit > 0
-
-
-@dataclass(frozen=True, eq=False)
-class Xielu(Operation):
-    """out = positive * x^2 + beta * x where x > 0, else negative * (exp(min(x, least)) - 1 - x) + beta * x.
-
-    xIELU (Huang & Schlag 2024, arXiv 2411.13010), rounded at each step of the formula.
-    """
-
-    x: Value
-    out: Value
-    positive: float
-    negative: float
-    beta: float
-    least: float
-    works_in_place = True
-
-    @property
-    def part(self) -> Part:
-        return "outputs", self.x.width
-
-    def cpp_fields(self) -> dict[str, Any]:
-        return {"factor": self.positive, "alpha": self.negative, "offset": self.beta, "limit": self.least}
-
-
-@dataclass(frozen=True, eq=False)
-class Scale(Operation):
-    """out = factor * x, and * weight, [width], if there is one."""
-
-    x: Value
-    out: Value
-    factor: float
-    weight: torch.Tensor | None = None
-    is_private = works_in_place = True
-
-    def fits(self) -> bool:
-        return self.weight is None or self.weight.shape == (self.x.width,)
 
 
 @dataclass(frozen=True, eq=False)

@@ -21,7 +21,6 @@ from transformers.generation import (
     stopping_criteria,
 )
 
-from lookahead.compat import tokens_that_end_stop_strings
 from lookahead.cpu import choice
 from lookahead.cpu.choice import Warp
 from lookahead.engine.draws import KNOWN_DRAWS, Race
@@ -118,37 +117,42 @@ class NextTokenRule:
         """
         self._ids = ids
         self._width = ids.shape[1]
-        self._new: list[int] = []  # in the usual case, the emitted tokens, of which `_ids` may lack the last ones
+        self.new: list[int] = []
+        """In the usual case, the emitted tokens, of which `_ids` may lack the last ones."""
         self.scores: tuple[torch.Tensor, ...] | None = () if settings.keep_scores else None
         self.logits: tuple[torch.Tensor, ...] | None = () if settings.keep_logits else None
-        self._unfinished = torch.ones(len(ids), dtype=torch.bool, device=ids.device)
+        self.unfinished = torch.ones(len(ids), dtype=torch.bool, device=ids.device)
         self.live = list(range(len(ids)))
         """Sequences that go on: those that have not ended; all, until these end, if somebody may see all scores."""
-        self._processors = processors
-        self._criteria = criteria
-        self._settings = settings
+        self.processors = processors
+        self.criteria = criteria
+        self.settings = settings
         self._race: Race | None = draws if isinstance(draws, Race) else None
         own = [draws.generator] if isinstance(draws, Race) else draws
-        self._generators: Sequence[torch.Generator | None] = own or [None]
+        self.generators: Sequence[torch.Generator | None] = own or [None]
         keeps = settings.keep_scores or settings.keep_logits
         sees_all = keeps or not all(map(goes_by_sequence, processors))
-        # A sequence that has ended goes on with padding, as in plain decoding, where somebody may see its scores.
-        self._drops_ended = settings.pad_token is not None and not sees_all
-        # In the usual case, a token depends on the logits alone, and nobody else sees them.
+        self.drops_ended = settings.pad_token is not None and not sees_all
+        """A sequence that has ended goes on with padding, as in plain decoding, where somebody may see its scores."""
         warp = _warp_of(processors) if settings.do_sample else None if processors else Warp()
         ends = _ends(criteria)
         is_usual = len(ids) == 1 and not sees_all and all(map(_asks_for_tokens, criteria))
-        self._usual = (warp, ends) if is_usual and warp is not None and ends is not None else None
-        self.takes_argmax = self._usual is not None and not settings.do_sample
+        self.usual = (warp, ends) if is_usual and warp is not None and ends is not None else None
+        """In the usual case, a token depends on the logits alone, and nobody else sees them."""
+        self.takes_argmax = self.usual is not None and not settings.do_sample
         """Whether the next token is the one with the largest logit, and nobody else looks at the logits."""
 
     @property
     def ids(self) -> torch.Tensor:
         """Prompts and emitted tokens, int64 [sequences, n]."""
-        if missing := self._new[self._ids.shape[1] - self._width :]:
+        if missing := self.new[self._ids.shape[1] - self._width :]:
             # Of the prompt's ids, which may be narrower, and these, torch makes int64.
             self._ids = torch.cat([self._ids, torch.tensor([missing], device=self._ids.device)], dim=-1)
         return self._ids
+
+    def extend(self, chosen: torch.Tensor) -> None:
+        """Add a token to each sequence. chosen: int64 [sequences]."""
+        self._ids = torch.cat([self.ids, chosen[:, None]], dim=-1)
 
     def known_draws(self, count: int) -> np.ndarray | None:
         """Return the exponential variates that will choose the next tokens, float32 [n, vocabulary], n <= ``count``.
@@ -167,95 +171,43 @@ class NextTokenRule:
         Raises FloatingPointError if the logits leave no choice: where generate() samples, it raises, too; greedily it
         writes the first token whose logit is NaN.
         """
-        if self._usual is not None and (token := self._choose(logits, row or 0, self._usual[0])) is not None:
+        if self.usual is not None and (token := self.choose(logits, row or 0, self.usual[0])) is not None:
             self.record(token)
             return [token]
-        if row is not None:
-            logits = logits.flatten(0, -2)[row : row + 1]
-        raw = logits.to(dtype=torch.float32, device=self.ids.device, copy=True)
-        raw = self._with_ended(raw)
-        scores = raw
-        for processor in self._processors:  # as LogitsProcessorList does, which also inspects every signature
-            scores = processor(self.ids, scores)
-        if self.scores is not None:
-            self.scores += (scores,)
-        if self.logits is not None:
-            self.logits += (raw,)
-        token = self._choose(scores, 0, Warp()) if len(scores) == 1 else None
-        if token is not None:
-            chosen, no_choice = scores.new_tensor([token], dtype=torch.long), scores.new_tensor([False])
-        elif self._settings.do_sample:
-            probabilities = torch.nn.functional.softmax(scores, dim=-1)
-            no_choice = probabilities[:, 0].isnan()  # one NaN in a row, or nothing but -inf, makes all of it NaN
-            probabilities.masked_fill_(no_choice[:, None], 1.0)  # on a GPU, multinomial would end the process
-            pairs = zip(probabilities.chunk(len(self._generators)), self._generators, strict=True)
-            chosen = torch.cat([torch.multinomial(part, 1, generator=own) for part, own in pairs]).squeeze(1)
-        else:
-            chosen = torch.argmax(scores, dim=-1)
-            # argmax ranks NaN highest. One that a processor made, perhaps in `raw`, is a choice like any other, as it
-            # is to generate().
-            no_choice = scores.gather(1, chosen[:, None])[:, 0].isnan()
-            no_choice &= self._with_ended(logits.isnan().any(dim=-1).to(self.ids.device))
-        if self._settings.pad_token is not None and len(self.ids) > 1:
-            chosen = chosen.where(self._unfinished, self._settings.pad_token)
-        self._ids = torch.cat([self._ids, chosen[:, None]], dim=-1)
-        self._unfinished = self._unfinished & ~self._criteria(self.ids, self.scores)
-        # A criterion may write another token into the ids. Plain decoding reads it there, and streams the chosen one.
-        of_each = [chosen, self._ids[:, -1], self._unfinished.long(), no_choice.long()]
-        tokens, written, unfinished, spoiled = torch.stack(of_each).tolist()
-        if any(spoiled):
-            raise FloatingPointError(self._no_choice())
-        emitted = [written[sequence] for sequence in self.live]
-        if self._usual is not None:
-            self._new += emitted
-        if self._drops_ended or not any(unfinished):
-            self._keep([sequence for sequence in self.live if unfinished[sequence]])
-        if self._settings.streamer is not None:
-            self._settings.streamer.put(torch.tensor(tokens, device="cpu"))
-        return emitted
+        from lookahead.engine.torch_choice import emit  # the usual case does not need it
 
-    def _with_ended(self, rows: torch.Tensor) -> torch.Tensor:
-        """Add rows of zeros for the sequences that have ended, in their places. rows: one for each live sequence."""
-        if len(self.live) == len(self.ids):
-            return rows
-        live = torch.tensor(self.live, device=rows.device)
-        return rows.new_zeros(len(self.ids), *rows.shape[1:]).index_copy_(0, live, rows)
+        return emit(self, logits if row is None else logits.flatten(0, -2)[row : row + 1])
 
-    def _keep(self, live: list[int]) -> None:
+    def select(self, live: list[int]) -> None:
+        """Go on with these sequences alone: the others have ended."""
         self.live = live
         if not live and self._race is not None:
             self._race.end()
 
     def record(self, token: int) -> None:
         """Record and stream the next token of the only sequence, in the usual case, where it was chosen otherwise."""
-        assert self._usual is not None
-        _, ends = self._usual
-        self._new.append(token)
-        is_over = token in ends.tokens or self._width + len(self._new) >= ends.length
+        assert self.usual is not None
+        _, ends = self.usual
+        self.new.append(token)
+        is_over = token in ends.tokens or self._width + len(self.new) >= ends.length
         for criterion in ends.own:  # all of them, for they may note what they see
-            is_over |= criterion.ends(self._new)
+            is_over |= criterion.ends(self.new)
         for tokens, asked in ends.asked:
             is_over = is_over or (token in tokens and asked(self.ids, None))  # type: ignore[arg-type]  # no scores
         if is_over:
-            self._keep([])
-        if self._settings.streamer is not None:
-            self._settings.streamer.put(torch.tensor([token], device="cpu"))
+            self.select([])
+        if self.settings.streamer is not None:
+            self.settings.streamer.put(torch.tensor([token], device="cpu"))
 
-    def _choose(self, logits: torch.Tensor, row: int, warp: Warp) -> int | None:
+    def choose(self, logits: torch.Tensor, row: int, warp: Warp) -> int | None:
         """Choose the next token of a single sequence in one call; None if that is left to torch."""
         if not (self._ids.is_cpu and choice.serves(logits)):
             return None
-        if not self._settings.do_sample:
+        if not self.settings.do_sample:
             return choice.argmax(logits, row)
         if self._race is None and choice.can_draw():
-            self._race = Race(self._generators[0])
+            self._race = Race(self.generators[0])
         return self._race.choose(logits, warp, row) if self._race else None
-
-    def _no_choice(self) -> str:
-        return (
-            f"the scores of the token at position {self.ids.shape[1] - 1} are NaN, or all -inf: the model's weights or "
-            "a logits processor are at fault, or the dtype is too narrow"
-        )
 
 
 def walk(
@@ -275,7 +227,9 @@ def walk(
         if count == 1:
             walked = _walk_one(rule, mine[0], output, first[0])
         else:
-            walked = _walk_in_step(rule, mine, output.logits, first)
+            from lookahead.engine.torch_choice import walk_in_step  # other sequences each go at their own pace
+
+            walked = walk_in_step(rule, mine, output.logits, first)
         paths += walked[0]
         tokens += walked[1]
     return paths, tokens
@@ -297,26 +251,6 @@ def _walk_one(rule: NextTokenRule, step: Step, output: Output, first: int) -> tu
         if row is None or not rule.live:
             return [path], [tokens]
         path.append(row)
-
-
-def _walk_in_step(
-    rule: NextTokenRule, steps: Sequence[Step], logits: torch.Tensor, first: Sequence[int]
-) -> tuple[list[list[int]], list[list[int]]]:
-    """`walk` for a rule whose sequences all go as far as each of them has guessed. first: the rows of their roots."""
-    children, index = [step.children() for step in steps], {sequence: i for i, sequence in enumerate(rule.live)}
-    paths: list[list[int]] = [[0] for _ in steps]
-    tokens: list[list[int]] = [[] for _ in steps]
-    while rule.live:
-        at = [index[sequence] for sequence in rule.live]
-        for i, token in zip(at, rule.emit(logits[[first[i] + paths[i][-1] for i in at]]), strict=True):
-            tokens[i].append(token)
-        at = [index[sequence] for sequence in rule.live]
-        rows = [children[i].get((paths[i][-1], tokens[i][-1]), -1) for i in at]
-        if -1 in rows:
-            break
-        for i, row in zip(at, rows, strict=True):
-            paths[i].append(row)
-    return paths, tokens
 
 
 def _warp_of(processors: LogitsProcessorList) -> Warp | None:
@@ -348,8 +282,12 @@ def _ends(criteria: StoppingCriteriaList) -> Ends | None:
             ends = ends._replace(tokens=ends.tokens | set(criterion.eos_token_id.tolist()))
         elif isinstance(criterion, NewTokensCriterion):
             ends.own.append(criterion)
-        elif (tokens := tokens_that_end_stop_strings(criterion)) is not None:
+        else:
+            from lookahead.compat.stop_strings import tokens_that_end_stop_strings  # other texts end without them
+
+            if (
+                tokens := tokens_that_end_stop_strings(criterion)
+            ) is None:  # also a length that makes transformers warn
+                return None
             ends.asked.append((tokens, criterion))
-        else:  # also a length that makes transformers warn
-            return None
     return ends

@@ -23,6 +23,7 @@ from zoo import tiny_model
 import lookahead
 from lookahead import UnsupportedModelError, compat, wrapping
 from lookahead.compat import copies, mtp, operators, quantized, versions
+from lookahead.compat.stop_strings import tokens_that_end_stop_strings
 
 CONSTRAINTS = Path(__file__).parents[2] / "constraints.txt"
 IDS = torch.tensor([[5, 6, 7, 8]])
@@ -54,13 +55,13 @@ def seen_in_loop(model, monkeypatch, **options) -> dict:
 def test_tokens_that_end_stop_strings():
     tokenizer = AutoTokenizer.from_pretrained(lookahead.DEMO_MODEL)
     criterion = StopStringCriteria(tokenizer, ["):\n", "self"])
-    found = compat.tokens_that_end_stop_strings(criterion)
+    found = tokens_that_end_stop_strings(criterion)
     texts = {token: tokenizer.decode([token]) for token in range(len(tokenizer))}
     can_end = {token for token, text in texts.items() if text.startswith((":\n", "\n", "elf", "lf", "f"))}
     can_end |= {token for token, text in texts.items() if "self" in text or "):\n" in text}
     assert found == can_end, moved("StopStringCriteria.embedding_vec", "transformers")
     criterion.target_lens[0] = 0
-    assert compat.tokens_that_end_stop_strings(criterion) is None
+    assert tokens_that_end_stop_strings(criterion) is None
 
 
 @pytest.mark.parametrize("name", LOOPS)

@@ -9,8 +9,7 @@ from zoo import ALIKE, COMMON, SETTINGS
 
 import lookahead
 from bench.tiny_models import SPREAD, tiny_config
-from lookahead.models.families import AROUND
-from lookahead.models.families.around import KINDS
+from lookahead.models.families.around import AROUND, KINDS
 
 TYPES = {name: model_type for model_type, name in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.items()}
 PROMPT = [17, 5, 42, 29, 8, 33, 11, 17, 5, 42, 29, 8]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from zoo import tiny_model
 
 import lookahead
-from lookahead.compat import gguf_class
+from lookahead.compat.gguf import gguf_class
 from lookahead.cpu import gemm, operations
 from lookahead.cpu.executor import Executor, Rows
 from lookahead.cpu.products import Format, Linear

@@ -24,7 +24,8 @@ from lookahead.cpu.operations import Add, Embed, Experts, Logits, Norm, Products
 from lookahead.cpu.products import Linear
 from lookahead.cpu.program import Program
 from lookahead.cpu.reference import Reference, State
-from lookahead.models.families import AROUND, HOMES, page_for, page_of
+from lookahead.models.families import HOMES, page_for, page_of
+from lookahead.models.families.around import AROUND
 from lookahead.models.families.lfm2 import Lfm3
 from lookahead.passes.rounding import relative_error
 

@@ -2,20 +2,16 @@
 
 import re
 from importlib import import_module
-from typing import Any
 
-from torch import nn
-from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
-
-from lookahead.models.families.page import ACTIVATIONS, Page, UnknownModelError
+from lookahead.models.families.page import Page, UnknownModelError
 
 HOMES: dict[str, str] = {
     name: module
     for module, names in {
-        "llama": (
-            "LlamaForCausalLM MistralForCausalLM MinistralForCausalLM Ministral3ForCausalLM CwmForCausalLM "
-            "SeedOssForCausalLM SmolLM3ForCausalLM Emu3ForCausalLM"
+        "llama": "LlamaForCausalLM",
+        "mistral": (
+            "MistralForCausalLM MinistralForCausalLM Ministral3ForCausalLM CwmForCausalLM SeedOssForCausalLM "
+            "SmolLM3ForCausalLM Emu3ForCausalLM"
         ),
         "qwen": "Qwen2ForCausalLM Qwen3ForCausalLM",
         "phi3": "Phi3ForCausalLM Phi4MultimodalForCausalLM",
@@ -94,15 +90,6 @@ HOMES: dict[str, str] = {
     for name in names.split()
 }
 """The module of the page that stands for a class of transformers. It is imported for a model of that class."""
-_WITH_TEXT_MODELS = [
-    "Aria", "AyaVision", "Cohere2Vision", "DeepseekVL", "DeepseekVLHybrid", "Exaone4_5_", "Glm46V", "GlmAsr", "GotOcr2",
-    "GraniteSpeech", "GraniteSpeechPlus", "HyperCLOVAXVisionV2", "Idefics2", "Idefics3", "InternVL", "Janus",
-    "Kimi_K25", "Lfm2Vl", "Lfm3Vl", "LightOnOcr", "Llava", "LlavaNext", "LlavaNextVideo", "LlavaOnevision",
-    "MiniCPMOcr", "MiniCPMV4_6", "MiniCPMV4_7", "Mistral3", "OmniASR", "Ovis2", "QianfanOCR", "Qwen2Audio", "Qwen3ASR",
-    "Qwen3_5", "Qwen3_5Moe", "SmolVLM", "VideoLlama3", "VideoLlava", "VipLlava", "Voxtral",
-]  # fmt: skip
-AROUND = {f"{family}ForConditionalGeneration" for family in _WITH_TEXT_MODELS} | {"FuyuForCausalLM"}
-"""Classes of transformers around a text model, whose page says what they compute (`around`)."""
 SUFFIX = re.compile("ForCausalLM$|LMHeadModel$|Decoder$|ForConditionalGeneration$")
 
 
@@ -119,22 +106,9 @@ def page_of(model: object) -> Page:
     for cls in type(model).__mro__:
         if cls.__name__ in HOMES and cls.__module__.startswith("transformers.models."):
             return page_for(cls.__name__)(model, cls)
-        if cls.__name__ in AROUND and cls.__module__.startswith("transformers.models."):
-            from lookahead.models.families.around import page_around  # other families do not need it
+    from lookahead.models.families import around  # models with a page of their own do not need it
 
-            return page_around(model, cls)
-    unknown = ", ".join(_unknown_parts(model))
-    missing = f"; of its parts, no operation computes {unknown}" if unknown else ""
-    raise UnknownModelError(f"no page says what {type(model).__name__} computes{missing}")
-
-
-def _unknown_parts(model: Any) -> list[str]:
-    """The classes of the parts of a model without parts of their own that no page knows, nor any that is like them."""
-    like = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.Dropout, nn.Identity, nn.Conv1d, Conv1D, PreTrainedModel)
-    named = ("RMSNorm", "RMSNormGated", "LayerNorm", "RotaryEmbedding", "Embedding", "Router", "Experts", "Cache")
-    leaves = [module for module in model.get_decoder().modules() if not any(module.children())]
-    others = {type(leaf).__name__ for leaf in leaves if not isinstance(leaf, (*like, nn.ModuleList, nn.ModuleDict))}
-    return sorted(name for name in others if not name.endswith((*named, *ACTIVATIONS)))
+    return around.page_of(model)
 
 
 def has_page(model: object) -> bool:

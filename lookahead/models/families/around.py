@@ -7,13 +7,26 @@ import re
 from functools import cache
 from typing import Any
 
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
 from lookahead.compat import registered_experts
 from lookahead.cpu.operations import Value
 from lookahead.models.families import HOMES, page_for
 from lookahead.models.families.llama import Llama
-from lookahead.models.families.page import Page, UnknownModelError
+from lookahead.models.families.page import ACTIVATIONS, Page, UnknownModelError
 from lookahead.models.origin import is_own
 
+_WITH_TEXT_MODELS = [
+    "Aria", "AyaVision", "Cohere2Vision", "DeepseekVL", "DeepseekVLHybrid", "Exaone4_5_", "Glm46V", "GlmAsr", "GotOcr2",
+    "GraniteSpeech", "GraniteSpeechPlus", "HyperCLOVAXVisionV2", "Idefics2", "Idefics3", "InternVL", "Janus",
+    "Kimi_K25", "Lfm2Vl", "Lfm3Vl", "LightOnOcr", "Llava", "LlavaNext", "LlavaNextVideo", "LlavaOnevision",
+    "MiniCPMOcr", "MiniCPMV4_6", "MiniCPMV4_7", "Mistral3", "OmniASR", "Ovis2", "QianfanOCR", "Qwen2Audio", "Qwen3ASR",
+    "Qwen3_5", "Qwen3_5Moe", "SmolVLM", "VideoLlama3", "VideoLlava", "VipLlava", "Voxtral",
+]  # fmt: skip
+AROUND = {f"{family}ForConditionalGeneration" for family in _WITH_TEXT_MODELS} | {"FuyuForCausalLM"}
+"""Classes of transformers around a text model, which have a page here."""
 TEXT_AT = {"Idefics2", "Idefics3", "SmolVLM"}
 """Models that call their text model ``text_model``, and not ``language_model``."""
 SUFFIXES = "ForCausalLM", "ForConditionalGeneration"
@@ -22,11 +35,27 @@ KINDS = re.compile("(image|video|audio)_token_(id|index)$")
 """Settings that name a token in whose place something else may stand."""
 
 
-def page_around(model: Any, own: type) -> Page:
-    """Return the page of a model around a text model. own: the class of the model that transformers defines.
+def page_of(model: Any) -> Page:
+    """Return the page of a model around a text model. Raises UnknownModelError if there is none, and says why."""
+    for cls in type(model).__mro__:
+        if cls.__name__ in AROUND and cls.__module__.startswith("transformers.models."):
+            return _page_around(model, cls)
+    unknown = ", ".join(_unknown_parts(model))
+    missing = f"; of its parts, no operation computes {unknown}" if unknown else ""
+    raise UnknownModelError(f"no page says what {type(model).__name__} computes{missing}")
 
-    Raises UnknownModelError if no page says what its text model computes.
-    """
+
+def _unknown_parts(model: Any) -> list[str]:
+    """The classes of the parts of a model without parts of their own that no page knows, nor any that is like them."""
+    like = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.Dropout, nn.Identity, nn.Conv1d, Conv1D, PreTrainedModel)
+    named = ("RMSNorm", "RMSNormGated", "LayerNorm", "RotaryEmbedding", "Embedding", "Router", "Experts", "Cache")
+    leaves = [module for module in model.get_decoder().modules() if not any(module.children())]
+    others = {type(leaf).__name__ for leaf in leaves if not isinstance(leaf, (*like, nn.ModuleList, nn.ModuleDict))}
+    return sorted(name for name in others if not name.endswith((*named, *ACTIVATIONS)))
+
+
+def _page_around(model: Any, own: type) -> Page:
+    """own: the class of the model that transformers defines."""
     outer = own.__name__.removesuffix("ForConditionalGeneration").removesuffix("ForCausalLM")
     try:
         text = getattr(model.model, "text_model" if outer in TEXT_AT else "language_model")

@@ -5,10 +5,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from lookahead.compat import gguf_class
+from lookahead.compat.gguf import gguf_class
 from lookahead.cpu.experts import Experts
 from lookahead.cpu.operations import Activation, Value
 from lookahead.cpu.products import Linear
+from lookahead.models.families.gguf import form_of
 from lookahead.models.families.page import Page
 
 
@@ -55,7 +56,7 @@ def _of_each(page: Page, experts: Any, name: str, is_transposed: bool) -> list[L
     """A linear layer of each expert. Where they have biases, and in some families, their weights lie transposed."""
     weights, biases = getattr(experts, name).detach(), getattr(experts, f"{name}_bias", None)
     if type(experts) is gguf_class("GgufExperts"):
-        form = page._blocks(getattr(page._check(experts), name.replace("_proj", "_type")))
+        form = form_of(getattr(page._check(experts), name.replace("_proj", "_type")))
         return [Linear(weight, blocks=form) for weight in weights]
     if biases is None:
         return [Linear(weight.T if is_transposed else weight) for weight in weights]

@@ -11,6 +11,7 @@ from transformers.activations import ACT2FN
 
 from lookahead.cpu import operations as op
 from lookahead.cpu.operations import Value
+from lookahead.models.families.convolutions import convolved
 from lookahead.models.families.llama import Llama
 from lookahead.models.families.mixtral import Qwen2Moe
 from lookahead.models.families.olmo import Olmo2
@@ -49,7 +50,7 @@ class Qwen3_5(Llama):  # the name that transformers gives it
         """The gated delta rule behind short convolutions. Its result is normed and gated."""
         self.own(attention, "GatedDeltaNet")
         *parts, gate, rates, decays = self.inputs(x, attention)
-        q, k, v = self.convolved(parts, attention)
+        q, k, v = convolved(self, parts, attention)
         speeds = attention.A_log.detach(), attention.dt_bias.detach()
         settings = attention.layer_idx, attention.num_v_heads, attention.head_k_dim
         factor = 2.0 if getattr(attention, "allow_neg_eigval", False) else 1.0

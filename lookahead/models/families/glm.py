@@ -3,7 +3,8 @@
 from typing import Any
 
 from lookahead.cpu.operations import Value
-from lookahead.models.families.llama import Llama, WithJoinedHalves
+from lookahead.models.families.llama import Llama
+from lookahead.models.families.phi3 import WithJoinedHalves
 
 
 class Glm(WithJoinedHalves):

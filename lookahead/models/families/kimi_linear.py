@@ -4,6 +4,7 @@ from typing import Any
 
 from lookahead.cpu import operations as op
 from lookahead.cpu.operations import Value
+from lookahead.models.families.convolutions import convolved
 from lookahead.models.families.deepseek import DeepseekV3
 
 
@@ -21,7 +22,7 @@ class KimiLinear(DeepseekV3):
         first = (attention.q_proj, attention.k_proj, attention.v_proj, attention.g_a_proj, forget.f_a_proj)
         *parts, gate, decays, rates = self.products(x, *map(self.linear, (*first, attention.b_proj)))
         gate, decays = self.product(gate, attention.g_b_proj), self.product(decays, forget.f_b_proj)
-        q, k, v = self.convolved(parts, attention)
+        q, k, v = convolved(self, parts, attention)
         log_speeds, biases = (tensor.detach().float().flatten() for tensor in (forget.A_log, forget.dt_bias))
         settings = attention.layer_idx, attention.num_heads, attention.head_dim
         delta = self._add(op.DeltaByKey(q, Value(v.width), k, v, decays, rates, log_speeds, biases, *settings))

@@ -6,6 +6,7 @@ from torch import nn
 
 from lookahead.cpu import operations as op
 from lookahead.cpu.operations import Value
+from lookahead.models.families.convolutions import convolve
 from lookahead.models.families.llama import Llama
 
 
@@ -28,7 +29,7 @@ class Lfm2(Llama):
     def convolution(self, x: Value, conv: Any) -> Value:
         width = self.own(conv, "ShortConv").out_proj.in_features
         before, after, inner = self.products(x, *self.parts(conv.in_proj, width, width))
-        convolved = self.convolve(self.times(inner, before), conv.conv, conv.layer_idx)
+        convolved = convolve(self, self.times(inner, before), conv.conv, conv.layer_idx)
         return self.product(self.times(convolved, after), conv.out_proj)
 
     def attended(self, q: Value, k: Value, v: Value, attention: Any) -> Value:

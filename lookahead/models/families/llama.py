@@ -1,8 +1,6 @@
-"""Llama (Touvron et al. 2023, arXiv 2302.13971), and the families that differ from it in settings alone."""
+"""Llama (Touvron et al. 2023, arXiv 2302.13971), on which the pages of most families build."""
 
 from typing import Any
-
-import torch
 
 from lookahead.cpu.operations import Value
 from lookahead.cpu.products import Linear
@@ -68,60 +66,3 @@ class Llama(Page):
         self.own(mlp, "MLP")
         gate, up = self.products(x, self.linear(mlp.gate_proj), self.linear(mlp.up_proj))
         return self.product(self.gate(gate, mlp.act_fn, up), mlp.down_proj)
-
-
-class WithJoinedHalves(Llama):
-    """One layer gives both halves of the gated MLP."""
-
-    def mlp(self, x: Value, mlp: Any) -> Value:
-        self.own(mlp, "MLP")
-        gate, up = self.products(x, *self.parts(mlp.gate_up_proj, mlp.gate_up_proj.out_features // 2))
-        return self.product(self.gate(gate, mlp.activation_fn, up), mlp.down_proj)
-
-
-class Mistral(Llama):
-    slides = "always"
-
-
-class Ministral(Llama):
-    slides = "by type"
-
-
-class Ministral3(Llama):
-    """Queries grow with their position, so that attention stays sharp in long texts: a factor of their tables."""
-
-    slides = "always"
-
-    def turned(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
-        return self.rotary(q, attention.head_dim, "queries"), self.rotary(k, attention.head_dim, name)
-
-    def rotary_tables(self, like: torch.Tensor, positions: torch.Tensor, name: str) -> list[torch.Tensor]:
-        tables = super().rotary_tables(like, positions, "")
-        if name != "queries":
-            return tables
-        rope = self.inner.config.rope_parameters
-        steps = torch.floor(positions[0] / rope["original_max_position_embeddings"])
-        factors = (1 + rope["llama_4_scaling_beta"] * torch.log(1 + steps)).to(like.dtype)
-        return [table.float() * factors[:, None] for table in tables]
-
-
-class Cwm(Llama):
-    slides = "by type"
-
-
-class SeedOss(Llama):
-    pass
-
-
-class SmolLM3(Llama):
-    slides = "by type"
-
-    def turned(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
-        return super().turned(q, k, attention, name) if attention.use_rope else (q, k)
-
-
-class Emu3(Llama):
-    """Its text side."""
-
-    model_class = "TextModel"
-    dropouts = ("attention_dropout",)

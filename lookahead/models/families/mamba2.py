@@ -8,6 +8,7 @@ from torch import nn
 
 from lookahead.cpu import operations as op
 from lookahead.cpu.operations import Value
+from lookahead.models.families.convolutions import convolved
 from lookahead.models.families.llama import Llama
 from lookahead.models.families.mixtral import GraniteMoe, GraniteMoeShared
 from lookahead.models.families.nemotron import Arcee
@@ -36,7 +37,7 @@ class Bamba(Llama):
         width, size, heads = mixer.intermediate_size, mixer.ssm_state_size, mixer.num_heads
         of_keys = mixer.n_groups * size
         gate, *parts, times = self.inputs(x, mixer, (width, width, of_keys, of_keys))
-        v, k, q = self.convolved(parts, mixer)
+        v, k, q = convolved(self, parts, mixer)
         of_heads = mixer.A_log.detach(), mixer.dt_bias.detach(), mixer.D.detach()
         scanned = self._add(op.Scan(q, Value(width), k, v, times, *of_heads, mixer.layer_idx, heads, size))
         return self.product(self.gated(scanned, gate, mixer), mixer.out_proj)

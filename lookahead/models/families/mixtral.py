@@ -6,11 +6,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from lookahead.cpu import operations as op
 from lookahead.cpu.operations import Value
 from lookahead.cpu.products import Linear
 from lookahead.models.families.clipped import clipped
 from lookahead.models.families.granite import Granite
-from lookahead.models.families.llama import Llama, Mistral
+from lookahead.models.families.llama import Llama
+from lookahead.models.families.mistral import Mistral
 from lookahead.models.families.olmo import Olmo2
 from lookahead.models.families.page import Slides, UnknownModelError
 from lookahead.models.families.qwen import Qwen2, Qwen3
@@ -59,7 +61,8 @@ class Qwen2Moe(Qwen2):
         if not hasattr(mlp, "experts"):  # some layers have a usual MLP
             return super().mlp(x, mlp)
         self.own(mlp, "SparseMoeBlock")
-        shared = self.weigh(super().mlp(x, mlp.shared_expert), self.product(x, mlp.shared_expert_gate))
+        of_shared, weight = super().mlp(x, mlp.shared_expert), self.product(x, mlp.shared_expert_gate)
+        shared = self._add(op.Weigh(of_shared, Value(of_shared.width), weight))
         return self.add(self.experts(x, mlp.gate, mlp.experts, self.adds_to_one(mlp.gate)), shared)
 
     def adds_to_one(self, router: Any) -> bool:

@@ -10,14 +10,12 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from transformers.activations import ACT2FN
 from transformers.pytorch_utils import Conv1D
 
-from lookahead.compat import gguf_class, gguf_name, global_hooks_of_users, has_own_call, registered_experts
+from lookahead.compat import global_hooks_of_users, has_own_call, registered_experts
 from lookahead.cpu import operations as op
-from lookahead.cpu.gguf import BlocksEmbedding, BlocksLinear
 from lookahead.cpu.operations import Value
-from lookahead.cpu.products import DecodingLinear, Format, Linear
+from lookahead.cpu.products import DecodingLinear, Linear
 from lookahead.cpu.program import Program
 from lookahead.models.origin import is_defined, is_own
 
@@ -147,20 +145,11 @@ class Page:
         """Return the tensors of a linear layer."""
         if type(module) is Conv1D:
             return Linear(self._check(module).weight.detach().T, None, module.bias)
-        if type(module) is BlocksLinear:
-            return Linear(self._check(module).weight, None, module.bias, blocks=module.form)
-        if type(module) is gguf_class("GgufLinear"):
-            if module.input_permutation is not None:
-                raise UnknownModelError("the inputs of a layer in blocks of GGUF are permuted")
-            return Linear(self._check(module).weight, None, module.bias, blocks=self._blocks(module.ggml_type))
-        return Linear.of(self._plain(module, nn.Linear, DecodingLinear))
+        if getattr(getattr(module, "weight", None), "dtype", None) == torch.uint8:
+            from lookahead.models.families import gguf  # other weights are not in blocks
 
-    def _blocks(self, ggml_type: int) -> Format:
-        """The form of blocks of GGUF of this type."""
-        name = gguf_name(ggml_type)
-        if name not in Format.__members__:
-            raise UnknownModelError(f"its weights are in {name}, a form of GGUF that our kernels do not read")
-        return Format[name]
+            return gguf.linear(self, module)
+        return Linear.of(self._plain(module, nn.Linear, DecodingLinear))
 
     def parts(self, module: Any, *widths: int) -> list[Linear]:
         """Return the outputs of a linear layer in parts of these widths, and what is left, as layers of their own."""
@@ -185,15 +174,10 @@ class Page:
         """suffix: of the family's own class, if it has one. positions: an embedding of these, or a module whose table
         is called ``weights``. It may have an ``offset`` that is added to them.
         """
-        if type(module) is BlocksEmbedding and positions is None:
-            weight = self._check(module).weight
-            if module.dtype != torch.float32:
-                raise UnknownModelError("the rows of an embedding in blocks of GGUF are rounded")
-            width = Linear(weight, blocks=module.form).inputs
-            return self._add(op.Embed(Value(width), weight, factor, format=module.form))
-        if type(module) is gguf_class("GgufEmbedding") and not suffix and positions is None:
-            width, form = self._check(module).embedding_dim, self._blocks(module.ggml_type)
-            return self._add(op.Embed(Value(width), module.weight, factor, format=form))
+        if module.weight.dtype == torch.uint8 and positions is None:
+            from lookahead.models.families import gguf  # other weights are not in blocks
+
+            return gguf.embed(self, module, factor, suffix)
         embedding = self.own(module, suffix) if suffix else self._plain(module, nn.Embedding)
         for one in (embedding, positions):
             if getattr(one, "max_norm", None) is not None:
@@ -205,7 +189,7 @@ class Page:
 
     def embed_scaled(self, module: Any, suffix: str) -> Value:
         """By a class that multiplies what it reads with a factor, which is rounded as its numbers are."""
-        dtype = torch.float32 if type(module) is BlocksEmbedding else module.weight.dtype
+        dtype = torch.float32 if module.weight.dtype == torch.uint8 else module.weight.dtype  # of blocks
         return self.embed(module, float(module.embed_scale.to(dtype)), suffix)
 
     def norm(self, x: Value, module: Any) -> Value:
@@ -291,33 +275,11 @@ class Page:
     def times(self, x: Value, by: Value) -> Value:
         return self._add(op.Gate(x, Value(x.width), "identity", by))
 
-    def convolve(self, x: Value, module: Any, layer: int, first: int = 0) -> Value:
-        """Convolve channels of a layer of the cache, from the module's channel ``first`` on."""
-        self._plain(module, nn.Conv1d)
-        channels, _, taps = module.weight.shape
-        usual = {"groups": channels, "padding": (taps - 1,), "stride": (1,), "dilation": (1,), "padding_mode": "zeros"}
-        if any(getattr(module, name) != value for name, value in usual.items()):
-            raise UnknownModelError("its convolutions are not causal, or not of one channel each")
-        weight, bias = module.weight.detach()[first : first + x.width, 0], module.bias
-        bias = None if bias is None else bias.detach()[first : first + x.width]
-        return self._add(op.Convolve(x, Value(x.width), weight, layer, bias, first))
-
-    def convolved(self, parts: Sequence[Value], mixer: Any) -> list[Value]:
-        """What a recurrence reads, behind a convolution of it all and an activation."""
-        found, first, activation = list[Value](), 0, ACT2FN[mixer.activation]
-        for part in parts:
-            found.append(self.gate(self.convolve(part, mixer.conv1d, mixer.layer_idx, first), activation))
-            first += part.width
-        return found
-
     def experts(self, x: Value, router: Any, experts: Any, adds_to_one: bool, *others: Any, **settings: Any) -> Value:
         """Arguments as for `experts.operation`."""
         from lookahead.models.families.experts import operation  # other families have none
 
         return self._add(operation(self, x, router, experts, adds_to_one, *others, **settings))
-
-    def weigh(self, x: Value, by: Value) -> Value:
-        return self._add(op.Weigh(x, Value(x.width), by))
 
     def scale(self, x: Value, factor: float) -> Value:
         return self._add(op.Scale(x, Value(x.width), factor))

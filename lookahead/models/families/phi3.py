@@ -5,8 +5,18 @@ One layer gives query, key and value, and one gives both halves of the gated MLP
 
 from typing import Any
 
+from lookahead.cpu.operations import Value
 from lookahead.cpu.products import Linear
-from lookahead.models.families.llama import WithJoinedHalves
+from lookahead.models.families.llama import Llama
+
+
+class WithJoinedHalves(Llama):
+    """One layer gives both halves of the gated MLP."""
+
+    def mlp(self, x: Value, mlp: Any) -> Value:
+        self.own(mlp, "MLP")
+        gate, up = self.products(x, *self.parts(mlp.gate_up_proj, mlp.gate_up_proj.out_features // 2))
+        return self.product(self.gate(gate, mlp.activation_fn, up), mlp.down_proj)
 
 
 class Phi3(WithJoinedHalves):

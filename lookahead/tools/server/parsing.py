@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from lookahead.compat import unread
+from lookahead.compat.parsing import unread
 
 TEXT, REASONING = "text", "reasoning"
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # names of it in response templates

@@ -1,0 +1,94 @@
+"""The next token as `generate` itself chooses it: by transformers' processors and torch's own functions.
+
+`NextTokenRule` needs it for processors of other kinds, sequences that go in step, scores that are kept, other devices,
+and where rounding might decide.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from lookahead.cpu.choice import Warp
+from lookahead.engine.sampling import NextTokenRule
+from lookahead.step import Step
+
+
+def emit(rule: NextTokenRule, logits: torch.Tensor) -> list[int]:
+    """`NextTokenRule.emit`. logits: [live, vocabulary]."""
+    settings = rule.settings
+    raw = _with_ended(rule, logits.to(dtype=torch.float32, device=rule.ids.device, copy=True))
+    scores = raw
+    for processor in rule.processors:  # as LogitsProcessorList does, which also inspects every signature
+        scores = processor(rule.ids, scores)
+    if rule.scores is not None:
+        rule.scores += (scores,)
+    if rule.logits is not None:
+        rule.logits += (raw,)
+    token = rule.choose(scores, 0, Warp()) if len(scores) == 1 else None
+    if token is not None:
+        chosen, no_choice = scores.new_tensor([token], dtype=torch.long), scores.new_tensor([False])
+    elif settings.do_sample:
+        probabilities = torch.nn.functional.softmax(scores, dim=-1)
+        no_choice = probabilities[:, 0].isnan()  # one NaN in a row, or nothing but -inf, makes all of it NaN
+        probabilities.masked_fill_(no_choice[:, None], 1.0)  # on a GPU, multinomial would end the process
+        pairs = zip(probabilities.chunk(len(rule.generators)), rule.generators, strict=True)
+        chosen = torch.cat([torch.multinomial(part, 1, generator=own) for part, own in pairs]).squeeze(1)
+    else:
+        chosen = torch.argmax(scores, dim=-1)
+        # argmax ranks NaN highest. One that a processor made, perhaps in `raw`, is a choice like any other, as it is to
+        # generate().
+        no_choice = scores.gather(1, chosen[:, None])[:, 0].isnan()
+        no_choice &= _with_ended(rule, logits.isnan().any(dim=-1).to(rule.ids.device))
+    if settings.pad_token is not None and len(rule.ids) > 1:
+        chosen = chosen.where(rule.unfinished, settings.pad_token)
+    return _record(rule, chosen, no_choice)
+
+
+def _record(rule: NextTokenRule, chosen: torch.Tensor, no_choice: torch.Tensor) -> list[int]:
+    """Add the chosen tokens to their sequences, see which of these end, and stream them."""
+    rule.extend(chosen)
+    rule.unfinished = rule.unfinished & ~rule.criteria(rule.ids, rule.scores)
+    # A criterion may write another token into the ids. Plain decoding reads it there, and streams the chosen one.
+    of_each = [chosen, rule.ids[:, -1], rule.unfinished.long(), no_choice.long()]
+    tokens, written, unfinished, spoiled = torch.stack(of_each).tolist()
+    if any(spoiled):
+        raise FloatingPointError(
+            f"the scores of the token at position {rule.ids.shape[1] - 1} are NaN, or all -inf: the model's weights or "
+            "a logits processor are at fault, or the dtype is too narrow"
+        )
+    emitted = [written[sequence] for sequence in rule.live]
+    if rule.usual is not None:
+        rule.new += emitted
+    if rule.drops_ended or not any(unfinished):
+        rule.select([sequence for sequence in rule.live if unfinished[sequence]])
+    if rule.settings.streamer is not None:
+        rule.settings.streamer.put(torch.tensor(tokens, device="cpu"))
+    return emitted
+
+
+def _with_ended(rule: NextTokenRule, rows: torch.Tensor) -> torch.Tensor:
+    """Add rows of zeros for the sequences that have ended, in their places. rows: one for each live sequence."""
+    if len(rule.live) == len(rule.ids):
+        return rows
+    live = torch.tensor(rule.live, device=rows.device)
+    return rows.new_zeros(len(rule.ids), *rows.shape[1:]).index_copy_(0, live, rows)
+
+
+def walk_in_step(
+    rule: NextTokenRule, steps: Sequence[Step], logits: torch.Tensor, first: Sequence[int]
+) -> tuple[list[list[int]], list[list[int]]]:
+    """`walk` for a rule whose sequences all go as far as each of them has guessed. first: the rows of their roots."""
+    children, index = [step.children() for step in steps], {sequence: i for i, sequence in enumerate(rule.live)}
+    paths: list[list[int]] = [[0] for _ in steps]
+    tokens: list[list[int]] = [[] for _ in steps]
+    while rule.live:
+        at = [index[sequence] for sequence in rule.live]
+        for i, token in zip(at, rule.emit(logits[[first[i] + paths[i][-1] for i in at]]), strict=True):
+            tokens[i].append(token)
+        at = [index[sequence] for sequence in rule.live]
+        rows = [children[i].get((paths[i][-1], tokens[i][-1]), -1) for i in at]
+        if -1 in rows:
+            break
+        for i, row in zip(at, rows, strict=True):
+            paths[i].append(row)
+    return paths, tokens
