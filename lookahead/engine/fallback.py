@@ -1,7 +1,6 @@
 """Calls that lookahead leaves to the model's own decoding, and the reasons."""
 
 import warnings
-from types import ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -87,13 +86,15 @@ def why_plain(
             "spread), as activations quantized in each pass make them; LookaheadConfig(allow_row_dependent=True) lets "
             "it, at the price of texts that part"
         )
-    in_training = bool(state_of(model).in_training)
-    if in_training and (change := _conditions().what_training_changes(model, adapter)) is not None:
-        return f"in training mode, in which {change} (model.eval() ends it)"
-    if model_kwargs.get("use_cache") is False:
-        if cache_passed_in(model_kwargs) is not None:
+    in_training, has_no_cache = bool(state_of(model).in_training), model_kwargs.get("use_cache") is False
+    if in_training or has_no_cache:
+        from lookahead.passes import conditions  # other calls have none to try
+
+        if in_training and (change := conditions.what_training_changes(model, adapter)) is not None:
+            return f"in training mode, in which {change} (model.eval() ends it)"
+        if has_no_cache and cache_passed_in(model_kwargs) is not None:
             return "with use_cache=False, on a cache"  # to which each pass adds the whole text anew
-        if not _conditions().same_without_cache(model, adapter):
+        if has_no_cache and not conditions.same_without_cache(model, adapter):
             return "with use_cache=False a model that writes another text then"
     if len(ids) > 1 and not can_batch(model, adapter):
         why = "steps take one sequence" if adapter.can_branch else "guesses are single chains"
@@ -121,19 +122,11 @@ def why_plain(
     covered = (len(ids), compat.dropped_mask_length(generation)) if mask is None else tuple(mask.shape)
     if covered[1:] != (None,) and covered != (len(ids), new if is_full else held + new):
         return "with an attention_mask that is not of the prompt's shape"
-    if mask is not None:
-        seen = mask.bool()
-        if not torch.equal(mask, seen.to(mask.dtype)):
-            return "with an attention_mask of other values than 0 and 1"
-        if not seen[:, -1].all() or (seen[:, :-1] & ~seen[:, 1:]).any():
-            return "with an attention_mask that hides more than padding to the left"
-        if not seen.all() and (held or (adapter.has_state and not _conditions().hides_padding(model, adapter))):
-            return "with padding, on a cache or in a model whose states take it in"
-        parts = model.get_decoder().modules()  # others read images, which may see all of themselves
-        if not seen.all() and any(getattr(part, "is_causal", True) is False for part in parts):
-            return "with padding, in a model whose attention is told to see later tokens"  # it does so without a mask
-        if not seen.all() and adapter.has_state and generation.prefill_chunk_size:  # one column is read as text
-            return "with padding and prefill_chunk_size, in a model that keeps states"
+    if mask is not None and not bool((mask == 1).all()):
+        from lookahead.engine.padding import why_plain as why_not_masked  # other calls hide nothing
+
+        if (reason := why_not_masked(model, adapter, mask, held, generation)) is not None:
+            return reason
     positions = model_kwargs.get("position_ids")
     # generate() makes a row of positions for each row of the mask, even if it drops the mask.
     if positions is not None and positions.ndim == 2 and len(positions) not in (1, len(ids)):
@@ -162,13 +155,6 @@ def _replaced_in_loop() -> str | None:
             place = f"{getattr(owner, '__module__', 'torch')}.{getattr(owner, '__qualname__', owner.__name__)}.{name}"
             return f"a model whose cache or loop is replaced ({Foreign(place, found)})"
     return None
-
-
-def _conditions() -> ModuleType:
-    """The trials of conditions that few calls have."""
-    from lookahead.passes import conditions
-
-    return conditions
 
 
 def _described(name: str, value: Any) -> str:

@@ -1,0 +1,29 @@
+"""Masks of prompts that hide something: lookahead decodes those that hide padding to the left."""
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+
+from lookahead.models.adapter import ModelAdapter
+from lookahead.passes.conditions import hides_padding
+
+
+def why_plain(
+    model: PreTrainedModel, adapter: ModelAdapter, mask: torch.Tensor, held: int, generation: GenerationConfig
+) -> str | None:
+    """Why lookahead does not decode prompts with this mask, or None if it does.
+
+    mask: [sequences, n], not all 1. held: positions in a cache that was passed in.
+    """
+    seen = mask.bool()
+    if not torch.equal(mask, seen.to(mask.dtype)):
+        return "with an attention_mask of other values than 0 and 1"
+    if not seen[:, -1].all() or (seen[:, :-1] & ~seen[:, 1:]).any():
+        return "with an attention_mask that hides more than padding to the left"
+    if held or (adapter.has_state and not hides_padding(model, adapter)):
+        return "with padding, on a cache or in a model whose states take it in"
+    parts = model.get_decoder().modules()  # others read images, which may see all of themselves
+    if any(getattr(part, "is_causal", True) is False for part in parts):
+        return "with padding, in a model whose attention is told to see later tokens"  # it does so without a mask
+    if adapter.has_state and generation.prefill_chunk_size:  # one column is read as text
+        return "with padding and prefill_chunk_size, in a model that keeps states"
+    return None
