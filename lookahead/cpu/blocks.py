@@ -18,12 +18,9 @@ from lookahead.cpu.products import Format, Linear, pointer
 
 GROUP = 32  # GROUP in blocks.cpp
 SIZES_OF_BYTES = GROUP, GROUP // 2  # weights with one scale, where they are bytes
-_ARGUMENTS = [ctypes.c_void_p, *[ctypes.c_long] * 2, *[ctypes.c_void_p] * 4, ctypes.c_long]
-_of_bytes = cache(partial(native.kernels, "find_bytes", (torch.float32,), _ARGUMENTS))
-_of_codes = cache(partial(native.kernels, "find_codes", (torch.float32,), _ARGUMENTS))
-_of_mxfp4 = cache(partial(native.kernels, "find_mxfp4", native.FLOATS, _ARGUMENTS))
-_of_int4 = cache(partial(native.kernels, "pack", native.FLOATS, _ARGUMENTS))
-_of_bfloat16 = cache(partial(native.kernels, "index", native.FLOATS, _ARGUMENTS))
+ARGUMENTS = [ctypes.c_void_p, *[ctypes.c_long] * 2, *[ctypes.c_void_p] * 4, ctypes.c_long]
+_of_mxfp4 = cache(partial(native.kernels, "find_mxfp4", native.FLOATS, ARGUMENTS))
+_of_bfloat16 = cache(partial(native.kernels, "index", native.FLOATS, ARGUMENTS))
 _CHANGED = [ctypes.c_void_p, *[ctypes.c_long] * 3]
 _changed = cache(partial(native.kernels, "changed", native.FLOATS, _CHANGED, ctypes.c_bool))
 _DIGEST = [ctypes.c_void_p, ctypes.c_long, ctypes.c_void_p, ctypes.c_long]
@@ -49,12 +46,11 @@ def smallest(linear: Linear, dtype: torch.dtype, known: Linear | None = None, in
     is_transposed = linear.is_transposed(dtype)
     ways: list[Callable[[], Linear | None]] = []
     if is_transposed:
-        ways = [lambda: _made_of(linear, weight.contiguous())] if indexes else []
-    elif scales is None and weight.dtype == torch.float32 and _of_codes():
-        ways = [partial(_find, _of_codes()[dtype], linear, GROUP, GROUP, True)]
-        ways += [partial(_find, _of_bytes()[dtype], linear, size, size, False) for size in SIZES_OF_BYTES]
-    elif scales is not None and scales.ndim == 2 and _of_int4():
-        ways = [partial(_find, _of_int4()[dtype], linear, GROUP, weight.shape[1] // scales.shape[1], True)]
+        ways = [lambda: made_of(linear, weight.contiguous())] if indexes else []
+    elif weight.dtype == torch.float32 or (scales is not None and scales.ndim == 2):
+        from lookahead.cpu import codes  # weights in bf16 have none
+
+        ways = codes.ways(linear, dtype)
     if linear.format == Format.FLOATS and _mxfp4_of(weight[:1], dtype) is not None:  # else they need not all be read
         ways.insert(0, lambda: _find_mxfp4(linear, dtype))
     if not is_transposed and linear.format == Format.FLOATS and indexes and can_index(dtype):
@@ -64,7 +60,7 @@ def smallest(linear: Linear, dtype: torch.dtype, known: Linear | None = None, in
         return linear
     digest = digest_of(linear)  # before it is read, so that what changes meanwhile is seen later
     if known is not None and known.digest == digest and _may_hold(known, linear, dtype, indexes):
-        return _made_of(linear, *known[:2], known.offsets, known.blocks)._replace(digest=digest)
+        return made_of(linear, *known[:2], known.offsets, known.blocks)._replace(digest=digest)
     return next((found._replace(digest=digest) for way in ways if (found := way())), linear)
 
 
@@ -126,7 +122,7 @@ def _copy(found: Linear) -> tuple[int, ...]:
     )  # fmt: skip
 
 
-def _made_of(
+def made_of(
     linear: Linear,
     weight: torch.Tensor,
     scales: torch.Tensor | None = None,
@@ -170,7 +166,7 @@ def _shape_of_mxfp4(outputs: int, inputs: int) -> tuple[int, int]:
 
 def _find_mxfp4(linear: Linear, dtype: torch.dtype) -> Linear | None:
     blocks = _mxfp4_of(linear.weight, dtype)
-    return None if blocks is None else _made_of(linear, blocks, blocks=Format.MXFP4)
+    return None if blocks is None else made_of(linear, blocks, blocks=Format.MXFP4)
 
 
 def _mxfp4_of(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
@@ -199,25 +195,4 @@ def _index(indexer: Callable[..., None], linear: Linear) -> Linear | None:
     indexer(
         linear.weight.data_ptr(), outputs, inputs, weight.data_ptr(), 0, 0, ctypes.byref(found), torch.get_num_threads()
     )
-    return _made_of(linear, weight) if found else None
-
-
-def _find(finder: Callable[..., None], linear: Linear, unit: int, group: int, in_codes: bool) -> Linear | None:
-    """Return what a function of blocks.cpp finds, if it finds all.
-
-    unit: the weights that it takes at a time. group: those with one scale. in_codes: it finds codes.
-    """
-    outputs, inputs = linear.weight.shape
-    if group % unit or inputs % group or not outputs:
-        return None
-    shape, dtype = ((outputs, inputs // 2), torch.uint8) if in_codes else ((outputs, inputs), torch.int8)
-    weight = torch.empty(shape, dtype=dtype, device="cpu")
-    scales, offsets = torch.empty(2, outputs, inputs // group, dtype=torch.float32, device="cpu")
-    if linear.scales is not None:
-        scales = linear.scales.clone()  # never the model's own
-    found = ctypes.c_bool()
-    finder(
-        linear.weight.data_ptr(), linear.weight.numel() // unit, group, weight.data_ptr(), scales.data_ptr(),
-        offsets.data_ptr(), ctypes.byref(found), torch.get_num_threads(),
-    )  # fmt: skip
-    return _made_of(linear, weight, scales, offsets if in_codes else None) if found else None
+    return made_of(linear, weight) if found else None

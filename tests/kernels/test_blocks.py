@@ -8,7 +8,7 @@ from hypothesis import given, note, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from lookahead.cpu import blocks, gemm, native
+from lookahead.cpu import blocks, codes, gemm, native
 from lookahead.cpu.products import Format, Linear
 
 BITS = {
@@ -362,7 +362,7 @@ def test_others_stay_as_they_are(linear):
 def test_a_processor_without_kernels_keeps_its_floats(monkeypatch):
     linear = nn.Linear(32, 2)
     nn.init.ones_(linear.weight)
-    monkeypatch.setattr(blocks, "_of_codes", dict)
+    monkeypatch.setattr(codes, "_of_codes", dict)
     monkeypatch.setattr(blocks, "_of_mxfp4", dict)
     monkeypatch.setattr(blocks, "_of_bfloat16", dict)
     assert blocks.smallest(Linear(linear.weight), torch.float32).weight is linear.weight
