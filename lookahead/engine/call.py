@@ -22,7 +22,7 @@ from lookahead.guessing.combine import Combined, needs_of
 from lookahead.guessing.pool import PoolAlone
 from lookahead.guessing.source import Batch, Limits, Outcome
 from lookahead.models.adapter import context_length, vocabulary_of
-from lookahead.models.cache import CountedCache, LookaheadCache
+from lookahead.models.cache import LookaheadCache
 from lookahead.models.state import state_of
 from lookahead.passes.runner import Company, Output, Pass, looked_through
 from lookahead.stats import DECILES, STAGES, Stats
@@ -31,6 +31,7 @@ from ngram_pool import GuessTree, Origin
 
 if TYPE_CHECKING:
     from lookahead.engine.batch_draws import BatchDraws
+    from lookahead.engine.callers_cache import CallersCache
 
 ROOM = 4096  # positions beyond the prompt that a cache allocates at once, at most
 # Tokens that a pass may compute again. If there are more, a step without guesses clears them: it is accepted whole.
@@ -80,7 +81,8 @@ class Call:
         """
         self.stats = Stats(calls=1, sequences=len(ids))
         self._engine, self._rules, self._draws, self._streamer = engine, rules, draws, streamer
-        self._cache_passed_in = cache_passed_in(model_kwargs)
+        self._cache_passed_in = theirs = cache_passed_in(model_kwargs)
+        self._callers = _callers_cache(theirs, generation)
         self._width = ids.shape[1]
         self._new_tokens = generation.max_length - self._width
         self._generation = generation
@@ -140,38 +142,31 @@ class Call:
 
     def _write(self) -> Generator[Pass | None, Output, torch.Tensor]:
         """Return the ids of all sequences, [sequences, longest]. Those that ended early are padded."""
-        rules, theirs = self._rules, self._cache_passed_in
-        held = positions_in(theirs)
-        adopted = None
-        if theirs is not None and held:
-            from lookahead.models.passed_in import adopt  # other calls begin with an empty one
-
-            adopted = adopt(self._runner.adapter, theirs)
-        outlives = theirs if self._generation.return_dict_in_generate or compat.is_callers_own(theirs) else None
-        ended: dict[int, LookaheadCache] = {}  # by sequence, for a cache that outlives the call
+        rules, callers = self._rules, self._callers
         try:
-            yield from self._prefill(adopted)
+            yield from self._prefill(callers.adopt(self._runner.adapter) if callers else None)
             active = list(range(len(self._texts)))  # sequences that the cache holds
             while live := [number + sequence for number, rule in enumerate(rules) for sequence in rule.live]:
                 if live != active:
-                    kept = [active.index(b) for b in live]
-                    if outlives is not None:
-                        ended |= {b: self._cache.sequence(i) for i, b in enumerate(active) if b not in live}
-                    self._cache.select(kept)
-                    self._source.select(kept)
+                    if callers:
+                        callers.take({b: i for i, b in enumerate(active) if b not in live}, self._cache)
+                    going_on = [active.index(b) for b in live]
+                    self._cache.select(going_on)
+                    self._source.select(going_on)
                     active = live
                 yield from self._step(live)
             if self._budget.pace:
                 self._budget.flush()
                 self._budget.pace.costs.save()
             ids = _padded([rule.ids for rule in rules], self._generation)
-            if outlives is not None:
-                ended |= {b: self._cache.sequence(i) for i, b in enumerate(active)}
-                self._hand_over([ended[b] for b in range(len(self._texts))], ids, outlives)
+            if callers:
+                callers.take({b: i for i, b in enumerate(active)}, self._cache)
+                paddings = [prompt.padding for prompt in self._prompts]
+                callers.fill(self._runner, self._starts, ids[:, self._width :], paddings)
             return ids
         except BaseException:
-            if adopted is not None:
-                adopted.rewind(held)
+            if callers:
+                callers.rewind()
             raise
 
     def _result(self, ids: torch.Tensor) -> torch.Tensor | ModelOutput:
@@ -333,21 +328,15 @@ class Call:
             return []
         return [rule.known_draws(depth) for rule, depth in zip(live, depths, strict=True)]
 
-    def _hand_over(self, caches: list[LookaheadCache], ids: torch.Tensor, theirs: Cache) -> None:
-        """Move the content of the sequences' caches, each behind its padding, into the cache that was passed in."""
-        for cache, start, new in zip(caches, self._starts, ids[:, self._width :], strict=True):
-            lacks = len(new) - 1 - (cache.lengths[0] - start)  # the end of a text that ended early, and its padding
-            if lacks:
-                self._runner.prefill(new[None, -1 - lacks : -1], cache)
-        paddings = [prompt.padding for prompt in self._prompts]
-        joined = caches[0]
-        if len(caches) > 1 or paddings[0]:
-            joined = joined.emptied()
-            joined.stack(caches, paddings)
-        self._runner.settle(joined)
-        theirs.layers = joined.layers
-        if isinstance(theirs, CountedCache):
-            theirs.length = joined.lengths[0]
+
+def _callers_cache(theirs: Cache | None, generation: GenerationConfig) -> "CallersCache | None":
+    """What stands for the cache that generate() was given or has made; None if it is empty and nobody sees it later."""
+    outlives = generation.return_dict_in_generate or compat.is_callers_own(theirs)
+    if theirs is None or not (outlives or positions_in(theirs)):
+        return None
+    from lookahead.engine.callers_cache import CallersCache  # other calls do not need it
+
+    return CallersCache(theirs, outlives)
 
 
 def _count_one(stats: Stats, step: Step, tree: GuessTree, path: list[int], names: Sequence[str]) -> None:

@@ -69,20 +69,29 @@ print(len(BY_SEQUENCE))
 def test_what_is_not_asked_for_is_not_loaded():
     """The package is imported on demand, and a stranger who follows `wrap` and `generate` meets the core alone."""
     bolted_on = [
+        "around",
         "assisted",
         "branching",
+        "callers_cache",
         "conditions",
+        "convolutions",
         "custom",
+        "elementwise",
+        "gguf",
         "graphs",
         "merging",
+        "mistral",
         "mtp",
+        "padding",
         "passed_in",
         "recording",
         "recurrence",
         "report",
         "sources",
+        "stop_strings",
         "tools",
         "training",
+        "trl",
         "users_code",
     ]
     code = f"""

@@ -1,0 +1,59 @@
+"""The cache that a caller of generate() has passed in, or that its result holds."""
+
+from collections.abc import Mapping
+
+import torch
+from transformers.cache_utils import Cache
+
+from lookahead.engine.prefill import positions_in
+from lookahead.models.adapter import ModelAdapter
+from lookahead.models.cache import AnyCache, CountedCache, LookaheadCache
+from lookahead.models.passed_in import adopt
+from lookahead.passes.runner import EagerRunner
+
+
+class CallersCache:
+    """It gives a call what it holds, and is filled at the end of the call as plain decoding fills it."""
+
+    def __init__(self, theirs: Cache, outlives: bool):
+        """outlives: whether somebody may look at it after the call."""
+        self._theirs, self._outlives, self._held = theirs, outlives, positions_in(theirs)
+        self._adopted: LookaheadCache | None = None
+        self._of_sequences: dict[int, LookaheadCache] = {}
+
+    def adopt(self, adapter: ModelAdapter) -> LookaheadCache | None:
+        """Return a cache of our own that holds its content; None if it is empty."""
+        self._adopted = adopt(adapter, self._theirs) if self._held else None
+        return self._adopted
+
+    def rewind(self) -> None:
+        """Let it hold what it held before the call."""
+        if self._adopted is not None:
+            self._adopted.rewind(self._held)
+
+    def take(self, places: Mapping[int, int], cache: AnyCache) -> None:
+        """Take sequences that have ended from the cache of the call. places: where each of them is in it."""
+        if self._outlives:
+            self._of_sequences |= {sequence: cache.sequence(place) for sequence, place in places.items()}
+
+    def fill(self, runner: EagerRunner, starts: list[int], new: torch.Tensor, paddings: list[int]) -> None:
+        """Move what `take` was given, each sequence behind its padding, into the caller's cache.
+
+        starts: positions of each prompt. new: int64 [sequences, n], what was written behind the prompts, padded.
+        paddings: columns to the left of each prompt.
+        """
+        if not self._outlives:
+            return
+        caches = [self._of_sequences[b] for b in range(len(starts))]
+        for cache, start, tokens in zip(caches, starts, new, strict=True):
+            lacks = len(tokens) - 1 - (cache.lengths[0] - start)  # the end of a text that ended early, and its padding
+            if lacks:
+                runner.prefill(tokens[None, -1 - lacks : -1], cache)
+        joined = caches[0]
+        if len(caches) > 1 or paddings[0]:
+            joined = joined.emptied()
+            joined.stack(caches, paddings)
+        runner.settle(joined)
+        self._theirs.layers = joined.layers
+        if isinstance(self._theirs, CountedCache):
+            self._theirs.length = joined.lengths[0]
