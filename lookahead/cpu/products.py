@@ -20,16 +20,16 @@ kernels = cache(partial(native.kernels, "multiply", native.FLOATS, _ARGUMENTS))
 
 
 class Format(IntEnum):
-    """The forms of weights, as matrix.h numbers them. The last ones are blocks of GGUF files, by their names there.
+    """The forms of weights, as matrix.h numbers them. From Q4_0 on they are blocks, named as in GGUF files.
 
-    `blocks` also makes blocks of MXFP4. Those of weights in bf16 have two neighbours in a byte.
+    `blocks` makes blocks of MXFP4, too. If the weights were bf16, each byte of these holds two neighbours.
     """
 
     FLOATS = 0
     BYTES = 1
-    """int8, with a scale for each output,"""
+    """int8, with a scale for each output."""
     GROUPED = 2
-    """or for each group of inputs."""
+    """int8, with a scale for each group of inputs."""
     CODES = 3
     """4 bits, with a scale and an offset for each group."""
     INDEXED = 4
@@ -57,14 +57,15 @@ _BLOCKS = {
 class Linear(NamedTuple):  # made in each call of a layer, so it must be cheap
     """The tensors of a linear layer.
 
-    weight: [outputs, inputs], contiguous, of the input's dtype, or int8. scales, if the weight is in int8: [outputs],
-    of the input's dtype, what the sums are multiplied by; or float32 [outputs, groups], what the weights of each group
-    of inputs are multiplied by before they are rounded to the input's dtype. bias: [outputs], of that dtype, or None.
-    offsets: None, or float32 [outputs, groups], what is added before that. The weight is then in codes of 4 bits, uint8
-    [outputs, inputs / 2], as `blocks` makes them. unpacked: None, or the weight [outputs, inputs] of which `blocks` has
-    made this one, rows of `Indexed` in indexed.h, uint8. origin: None, or the layer that `blocks` has made this one of.
-    digest: None, or that of the origin (`blocks.digest_of`) when this one was made. blocks: None, or the form of GGUF
-    that the weight has, uint8 [outputs, bytes]; the input must then be in float32, or of the origin's dtype.
+    weight: [outputs, inputs], contiguous, of the input's dtype, or int8. With offsets, codes of 4 bits, uint8 [outputs,
+        inputs / 2]; with `unpacked`, rows of `Indexed` in indexed.h, uint8; with `blocks`, uint8 [outputs, bytes].
+    scales: of int8 and codes. [outputs], of the input's dtype: the sums are multiplied by them. float32 [outputs,
+        groups]: the weights of each group of inputs are, before they are rounded to the input's dtype.
+    bias: [outputs], of the input's dtype.
+    offsets: float32 [outputs, groups], added to scaled codes.
+    unpacked: the weight [outputs, inputs] that `blocks.py` has indexed.
+    origin: the layer that `blocks.py` has made this one of; digest: its digest then (`blocks.digest_of`).
+    blocks: the form of GGUF that the weight has. The input must be in float32, or of the origin's dtype.
     """
 
     weight: torch.Tensor

@@ -58,7 +58,7 @@ class Lookahead:
     made: NgramPool | None = None
     """A pool that was made for this model, not given by the user. While it is in use, it may be replaced."""
     lacks_bigrams: bool = False
-    """Whether the pool is a new one that began empty, for `lookahead tune --bigrams` has kept none for this model."""
+    """Whether the pool is new and began empty: `lookahead tune --bigrams` has kept no bigrams of this model."""
     stats: Stats = field(default_factory=Stats)
     """Statistics of all calls together."""
     last: Stats = field(default_factory=Stats)

@@ -139,7 +139,7 @@ def _rules(
     """One rule for each sequence, so that each goes at its own pace; or one rule for all, so that they go in step.
 
     Plain decoding goes in step. Callbacks that may look at the whole batch at once need that.
-    seeds: as for `run`. Returns also what the rules draw from, if that is to be ended.
+    seeds: as for `decoding`. Returns also what the rules draw from, if that is to be ended.
     """
     wants_dict = generation.return_dict_in_generate
     keeps = wants_dict and generation.output_scores, wants_dict and generation.output_logits

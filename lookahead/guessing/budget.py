@@ -187,7 +187,7 @@ class Budget:
         return self._chooser.reach if self._chooser else -(-self.max_guesses // sequences)
 
     def least(self, sequences: int, length: int) -> float:
-        """Return a probability below which no guess will be verified, where each is worth what its probability says."""
+        """Return a probability below which `choose` verifies no guess; 0 if none is known. Arguments as for `limit`."""
         return self._chooser.least(length) if self._chooser and (self._is_ragged or sequences == 1) else 0.0
 
     @property

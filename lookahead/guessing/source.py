@@ -50,7 +50,7 @@ class Batch:
     """Whether `Limits.rate` will be given."""
 
     def sequences_of(self, text: list[int]) -> list[int]:
-        """Return the sequences with the prompt that `GuessSource.read` sees; none for one of several embeddings."""
+        """Return the sequences with the prompt that `observe_prompt` sees; none for embeddings, unless alone."""
         if not text and len(self.texts) > 1:
             return []
         return [b for b, prompt in enumerate(self.texts) if prompt == text]

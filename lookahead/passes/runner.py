@@ -1,9 +1,9 @@
 """Runs passes over prompts and steps. A runner serves one call of generate():
 
-    read(new, cache)   compute a prompt, in one pass or several
-    begin(cache)       before the first step: return the cache that all steps will use
-    run(steps, cache)  compute a step of each sequence, in one pass
-    end()              after the last step, even if it failed
+    prefill(new, cache)  compute a prompt, in one pass or several
+    begin(cache)         before the first step: return the cache that all steps will use
+    run(steps, cache)    compute a step of each sequence, in one pass
+    end()                after the last step, even if it failed
 
 `EagerRunner` runs the model's own code. `fused.FusedRunner` and `graphs.GraphRunner` run some steps faster.
 """
@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from lookahead.models.recurrence import Forest
 
 TopK = tuple[int, float | Sequence[float]]
-"""How many of the likeliest tokens are wanted, and the temperature of their probabilities, or that of each sequence."""
+"""How many of the most probable tokens are wanted, and the temperature of their probabilities: one, or one of each
+sequence."""
 
 
 class Company(NamedTuple):
