@@ -22,7 +22,7 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, is_traceable_wrapper_subclass
 from transformers import AttentionInterface, GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
-from transformers.generation import GenerateDecoderOnlyOutput, stopping_criteria, utils
+from transformers.generation import GenerateDecoderOnlyOutput, utils
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
