@@ -292,11 +292,12 @@ struct Delta {
     // The decays of a row's head.
     void decay(long at, long head, float* to) const {
         const float speed = std::exp(number(log_speeds[head]));
+        const bool of_keys = state.decays > 1;  // then the sum with 1 is rounded, which a high speed makes much of
         for (long i = 0; i < state.decays; i += WIDTH) {
             const long n = state.decays - i;
             const Floats x = some(decays + at * state.decays + i, n) + some(biases + head * state.decays + i, n);
             Floats y = exponential<WIDTH>(x < 0 ? x : -x);
-            for (long l = 0; l < std::min<long>(n, WIDTH); l++) y[l] = std::log1p(y[l]);
+            for (long l = 0; l < std::min<long>(n, WIDTH); l++) y[l] = of_keys ? std::log(1 + y[l]) : std::log1p(y[l]);
             store_some(exponential<WIDTH>(-speed * ((x < 0 ? Floats{} : x) + y)), to + i, n);
         }
     }

@@ -266,7 +266,9 @@ class Reference:
         q, k = (x.repeat_interleave(groups, dim=1)[..., None] for x in (q / delta.size**0.5, k))
         v = self.heads(delta.values, delta.value_size)[..., None, :]
         biases = delta.biases.to(self.wide).unflatten(0, (delta.heads, -1))
-        times = functional.softplus(self.heads(delta.decays, delta.decay_size) + biases)
+        x = self.heads(delta.decays, delta.decay_size) + biases
+        of_keys = isinstance(delta, op.DeltaByKey)
+        times = (1 + x.exp()).float().to(self.wide).log() if of_keys else functional.softplus(x)
         decays = (-delta.log_speeds.to(self.wide).exp()[:, None] * times).exp()[..., None]
         rates = delta.factor * self.rounded(self.values[delta.rates].sigmoid())[..., None, None]
         for row, parent in enumerate(self.parents):

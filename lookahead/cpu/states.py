@@ -202,7 +202,8 @@ class Delta(_Recurrence):
 class DeltaByKey(Delta):
     """The delta rule with a decay for each number of a key (Kimi Linear, arXiv 2510.26692): d is [keys, 1].
 
-    decays: [heads * size] of a row, as are the biases. log_speeds: [heads]. Both are float32.
+    decays: [heads * size] of a row, as are the biases. log_speeds: [heads]. Both are float32. softplus(x) is log(1 +
+    exp(x)), whose sum is rounded to float32: where x is far below 0, all of its digits but the first few are lost.
     """
 
     def wide(self) -> list[torch.Tensor]:

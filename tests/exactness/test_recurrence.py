@@ -29,8 +29,9 @@ from lookahead.guessing.source import GuessSource
 from lookahead.models import branching, recurrence
 from lookahead.models.cache import LookaheadCache
 from lookahead.models.recurrence import Forest, StateLayer
-from lookahead.passes.capabilities import find_adapter
+from lookahead.passes.capabilities import find_adapter, fused_runner
 from lookahead.passes.conditions import hides_padding
+from lookahead.passes.fused import FusedRunner
 from ngram_pool import GuessTree
 
 # Families whose layers with a state compute branches, by how they do. Older transformers lack some.
@@ -197,6 +198,16 @@ def test_decays_of_other_branches_do_not_overflow():
     expected, _ = modeling_qwen3_next.torch_recurrent_gated_delta_rule(*one, initial_state=state)
     assert out.isfinite().all()
     torch.testing.assert_close(out[:, path], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_decays_lose_the_digits_that_they_lose_in_the_model():
+    """Kimi Linear adds 1 to exp(x) before it takes the logarithm, and a high speed makes much of what that rounds."""
+    model = random_model(tiny_config("kimi_linear"))
+    for module in model.modules():
+        if hasattr(module, "dt_bias"):
+            module.dt_bias.data.uniform_(-9, -5)
+            module.A_log.data.uniform_(4, 6)
+    assert isinstance(fused_runner(model, find_adapter(model)), FusedRunner)
 
 
 class Forked(GuessSource):
