@@ -365,8 +365,14 @@ def tiny_model(model_type: str, seed: int = 0, **settings):
     with mock.patch.object(AutoModel, "from_config", _but_for_timm(AutoModel.from_config)):
         model = kind.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim >= 2:
+        for name, parameter in model.named_parameters():
+            if name.endswith("A_log"):  # decays keep nearly all, or forget nearly all
+                parameter.uniform_(-4, 2)
+            elif name.endswith("forget_gate.dt_bias"):  # with the usual ones, keys forget next to nothing
+                parameter.normal_()
+            elif name.endswith(("conv.weight", "conv1d.weight")):  # or nearly nothing would reach the states
+                parameter.normal_(std=0.5)
+            elif parameter.ndim >= 2:
                 parameter.mul_(4)  # with the usual 0.02, all contexts look alike
             if parameter.ndim >= 2 and not parameter.any():
                 parameter.normal_(std=0.08)  # or all experts would be the same to it
