@@ -25,6 +25,19 @@ _QWEN = (
     (r"^pre_fc_norm_hidden\.", "layers.0.hnorm."),
     (r"^norm\.", "layers.0.post_norm."),
 )
+# MiMo's, whose class its checkpoints bring along.
+_MIMO = (
+    *(
+        (rf"^(?:model\.)?mtp_layers\.(\d+)\.{theirs}\.", rf"layers.\1.{ours}.")
+        for theirs, ours in (
+            ("token_layernorm", "enorm"),
+            ("hidden_layernorm", "hnorm"),
+            ("(?:input_proj|eh_proj)", "eh_proj"),  # some versions have renamed it already
+            ("final_layernorm", "post_norm"),
+        )
+    ),
+    (r"^(?:model\.)?mtp_layers\.(\d+)\.", r"layers.\1.mtp_block."),
+)
 
 
 class _WithMtp:
@@ -40,13 +53,15 @@ class _WithMtp:
             text.mtp_layer_types = ["full_attention"] * count
         if (kinds := getattr(text, "mlp_layer_types", None)) and not getattr(text, "mtp_mlp_layer_types", None):
             text.mtp_mlp_layer_types = [kinds[-1]] * count
+        if text.model_type == "mimo":
+            text.mtp_hidden_states_first = True
         first = text.num_hidden_layers
         # Classes name the places of the layers in the first checkpoints of their family.
         numbers = "|".join(str(first + k) for k in range(count))
-        self._keys_to_ignore_on_load_unexpected = [r"(^|\.)mtp\.", rf"(^|\.)layers\.({numbers})\."]
+        self._keys_to_ignore_on_load_unexpected = [r"(^|\.)mtp(_layers)?\.", rf"(^|\.)layers\.({numbers})\."]
         known = getattr(model, "_weight_conversions", None)
         known = get_model_conversion_mapping(model) if known is None else known
-        self._weight_conversions = [*(WeightRenaming(old, new) for old, new in _QWEN), *known]
+        self._weight_conversions = [*(WeightRenaming(old, new) for old, new in (*_MIMO, *_QWEN)), *known]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)

@@ -17,8 +17,11 @@ from test_heads import GREEDY, IDS, check_trees, spied
 from test_lossless import check_identical, check_sources, left_pad, random_cases
 from transformers import (
     CONFIG_MAPPING,
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     Qwen3_5Config,
     Qwen3_5ForConditionalGeneration,
 )
@@ -38,7 +41,14 @@ DELTA = {
     "layer_types": ["linear_attention", "full_attention"],
 }
 QWEN = {"eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "post_norm": "norm"}
+MIMO = {
+    "eh_proj": "input_proj",
+    "enorm": "token_layernorm",
+    "hnorm": "hidden_layernorm",
+    "post_norm": "final_layernorm",
+}
 MODELS = {
+    "mimo": {"num_nextn_predict_layers": 1},
     "qwen3_5_text": {**HEAD, **DELTA, "mtp_num_hidden_layers": 1},
     "qwen3_next": {},
     "glm4_moe": {**HEAD, **GROUPED, "num_nextn_predict_layers": 1},
@@ -49,12 +59,30 @@ MODELS = {
 }
 
 
+class MiMoConfig(Qwen2Config):
+    """As the checkpoints' own code has it."""
+
+    model_type = "mimo"
+
+
+class MiMoForCausalLM(Qwen2ForCausalLM):
+    config_class = MiMoConfig
+
+
+AutoConfig.register("mimo", MiMoConfig)
+AutoModelForCausalLM.register(MiMoConfig, MiMoForCausalLM)
+
+
 def published(name: str, model_type: str) -> str:
     """What a checkpoint calls a parameter of transformers' `MtpModel`; an expert's is one of several."""
     _, k, part, *rest = name.split(".")
     if "qwen" in model_type or model_type == "mellum":
         inner = ".".join(rest)
         return f"mtp.layers.{k}.{inner}" if part == "mtp_block" else f"mtp.{QWEN[part]}.{inner}"
+    if model_type == "mimo":
+        return f"model.mtp_layers.{k}." + ".".join(
+            rest if part == "mtp_block" else [MIMO.get(part, "final_layernorm"), *rest]
+        )
     if part == "post_norm":
         part = "shared_head.norm"
     inner = ".".join(rest if part == "mtp_block" else [part, *rest])
@@ -206,10 +234,11 @@ def memoryless(kind: str):
     with torch.no_grad():
         for name, parameter in [*model.named_parameters(), *layers.layers.named_parameters()]:
             if any(part in name for part in zero):
-                parameter.zero_()
+                parameter.mul_(1e-4 if kind == "mimo" else 0)  # whose pass is refused if nothing depends on the cache
         for layer in layers.layers:
             size = layer.eh_proj.weight.shape[0]
-            layer.eh_proj.weight.copy_(torch.cat([100 * torch.eye(size), torch.zeros(size, size)], 1))
+            joined = [100 * torch.eye(size), torch.zeros(size, size)]
+            layer.eh_proj.weight.copy_(torch.cat(joined[::-1] if kind == "mimo" else joined, 1))
             layer.post_norm.weight.copy_(model.model.norm.weight)
         model.get_output_embeddings().weight.mul_(10)  # so that both are sure of it
     return model, layers, model.generate(IDS, max_new_tokens=60, min_new_tokens=60, do_sample=False)
