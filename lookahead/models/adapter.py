@@ -1,7 +1,9 @@
 """What a model's layers can do, and the masks, positions and caches that a pass gives them."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -89,7 +91,10 @@ class ModelAdapter:
     def make_cache(self, expected_length: int = 0) -> LookaheadCache:
         """Make an empty cache of one sequence, with room for ``expected_length`` positions in its full layers."""
         layers: list[Any] = []
-        for theirs, visibility in zip(DynamicCache(config=self.config).layers, self.layers, strict=True):
+        usual: Iterable[Any] = repeat(None, len(self.layers))
+        if self.branches_states or None in self.layers:  # else each layer is one of ours
+            usual = DynamicCache(config=self.config).layers
+        for theirs, visibility in zip(usual, self.layers, strict=True):
             if self.branches_states and isinstance(theirs, LinearAttentionLayer):
                 from lookahead.models.recurrence import StateAndKeysLayer, StateLayer  # other models need none
 

@@ -127,6 +127,13 @@ def ropes_of(model: PreTrainedModel) -> list[dict]:
 
     A module keeps the type that it was made with, and reads the rest from its configuration.
     """
+    state = state_of(model)
+    if state.ropes is None:
+        state.ropes = _ropes_of(model)
+    return state.ropes
+
+
+def _ropes_of(model: PreTrainedModel) -> list[dict]:
     ropes = list(rope_kinds(model.config.get_text_config(decoder=True)).values())
     for module in map(vars, model.modules()):
         own, types = module.get("config"), module.get("rope_type")

@@ -83,6 +83,8 @@ class State:
         """Code that passes run, and that neither torch nor transformers defines."""
         hooks = [(i, hook) for i, module in enumerate(modules) for hook in compat.hooks_of_users(module)]
         hooks += [(-1, hook) for hook in self._global_hooks]
+        self.ropes: list[dict] | None = None
+        """What `layers.ropes_of` has found."""
         self.users = None
         """That code, and hooks, if there are any."""
         if self.foreign or hooks:
