@@ -30,7 +30,7 @@ INDEXED = 4 * TOGETHER
 LANES = 8  # of a digest: digest::LANES
 
 
-def smallest(linear: Linear, dtype: torch.dtype, known: Linear | None = None, indexes: bool = True) -> Linear:
+def pack(linear: Linear, dtype: torch.dtype, known: Linear | None = None, indexes: bool = True) -> Linear:
     """The same layer with the fewest bits that make the same products exactly; the layer itself if it has them.
 
     dtype: of the layer's input. known: what was found before, which is returned if it still is what this layer holds.
@@ -70,7 +70,7 @@ def can_index(dtype: torch.dtype) -> bool:
 
 
 def copies_of(linears: Iterable[Linear]) -> np.ndarray:
-    """Return those of these layers that `smallest` has made, as a `comparison` takes them: int64 [copies, 10].
+    """Return those of these layers that `pack` has made, as a `comparison` takes them: int64 [copies, 10].
 
     It holds their addresses: the layers, with their `origin`, must outlive it.
     """

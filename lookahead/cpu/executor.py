@@ -77,8 +77,8 @@ def serves(program: Program) -> bool:
     return all(operation.keeps(_described().limits) for operation in program.operations)
 
 
-def smallest(program: Program, known: dict[int, Linear], indexes: bool) -> Program:
-    """The same program, with weights of fewer bits where these make the same products exactly (`blocks.smallest`).
+def pack(program: Program, known: dict[int, Linear], indexes: bool) -> Program:
+    """The same program, with weights of fewer bits where these make the same products exactly (`blocks.pack`).
 
     known: what earlier calls have found, by place; linear layers that read the same memory have one place. Where
     weights have changed since, a new copy takes the place of the old one, which calls in other threads go on reading.
@@ -92,7 +92,7 @@ def smallest(program: Program, known: dict[int, Linear], indexes: bool) -> Progr
 
     def smaller(linear: Linear) -> Linear:
         place = place_of.setdefault(_memory_of(linear), next(places))
-        found = blocks.smallest(linear, dtype, before := known.get(place), indexes)
+        found = blocks.pack(linear, dtype, before := known.get(place), indexes)
         if found is not linear:
             if before is None or found.weight is not before.weight:
                 weight, scales, _, offsets, *_ = found
@@ -117,7 +117,7 @@ def weight_bytes(program: Program) -> int:
 
 
 def bytes_to_copy(program: Program) -> int:
-    """Bytes, about, of a copy in which `smallest` has indexed all weights that it can, and laid out transposed ones."""
+    """Bytes, about, of a copy in which `pack` has indexed all weights that it can, and laid out transposed ones."""
     of_number = 1.5 if blocks.can_index(dtype := program.dtype) else 0
     found = {_memory_of(linear): linear for linear in program.linears if linear.format == Format.FLOATS}.values()
     return int(sum(one.weight.nbytes if one.is_transposed(dtype) else of_number * one.weight.numel() for one in found))
@@ -310,7 +310,7 @@ class Executor:
         self._tensors = [tensor.detach() for tensor in program.tensors]
         self._copies, self._turn = blocks.copies_of(program.linears), 0
         self._differ = blocks.comparison(self._copies, program.dtype) if len(self._copies) else None
-        # What `smallest` has made stays while the model's tensors are let go.
+        # What `pack` has made stays while the model's tensors are let go.
         copied = [linear for linear in program.linears if linear.origin is not None]
         self._origins = blocks.memory_of(linear.origin for linear in copied if linear.origin is not None)
         self._digests = [linear.digest for linear in copied]
@@ -552,7 +552,7 @@ class Executor:
         return _Layout(for_each, of_private, parts, size, np.array([*private, *shared], np.int64))
 
     def let_go(self) -> None:
-        """Hold no tensor but the copies that `smallest` has made, until `resume`."""
+        """Hold no tensor but the copies that `pack` has made, until `resume`."""
         self._tensors = []
 
     def resume(self, tensors: list[torch.Tensor]) -> None:
@@ -560,7 +560,7 @@ class Executor:
         self._tensors = tensors
 
     def is_stale(self, part: int = 0, parts: int = 1) -> bool:
-        """Whether a copy that `smallest` has made differs from the weights, in one block of each matrix.
+        """Whether a copy that `pack` has made differs from the weights, in one block of each matrix.
 
         Each time, another block is looked at. So a change of most weights is seen at once, others are seen by chance.
         part: of so many parts of the matrices, the one that is looked at.

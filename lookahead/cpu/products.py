@@ -151,7 +151,7 @@ class Linear(NamedTuple):  # made in each call of a layer, so it must be cheap
         return self.bias is None or (self.bias.shape == self.weight.shape[:1] and is_plain_of(self.bias, dtype))
 
     def is_transposed(self, dtype: torch.dtype) -> bool:
-        """Whether the weight lies in memory as [inputs, outputs]: then `blocks.smallest` lays it out in rows."""
+        """Whether the weight lies in memory as [inputs, outputs]: then `blocks.pack` lays it out in rows."""
         weight, scales = self.weight, self.scales
         return (
             scales is None

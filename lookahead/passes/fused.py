@@ -133,7 +133,7 @@ def _in_memory(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
 class FusedRunner(EagerRunner):
     """Runs the steps of all sequences, and prompts, in calls of our own. Everything else runs eagerly.
 
-    Weights are read where they are, or in a copy that holds them in fewer bits (`smallest`). What was made of
+    Weights are read where they are, or in a copy that holds them in fewer bits (`pack`). What was made of
     the model serves all calls that run at the same time, and is kept for the next one, if nothing has changed. The
     first pass of a call reads the weights themselves, and tells by their digests whether the copy still holds them. If
     weights change during a call, they are read where they are from then on; if they then have no form that can be read,
@@ -213,7 +213,7 @@ class FusedRunner(EagerRunner):
         if packs:
             copied = bytes_to_copy(found)
             indexes = packs is True or copied <= MOST_COPIED or 2 * copied <= weight_bytes(found)
-            found = self._packed.smallest(found, indexes)
+            found = self._packed.pack(found, indexes)
             declined = 0 if indexes else bytes_to_copy(found)
         in_tiles = all(linear.is_in_tiles(found.dtype) for linear in found.linears)
         pairs = list(zip(original.linears, found.linears, strict=True))

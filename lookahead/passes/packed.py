@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 import torch
 from transformers import PreTrainedModel
 
-from lookahead.cpu.executor import Executor, smallest
+from lookahead.cpu.executor import Executor, pack
 from lookahead.cpu.products import Linear
 from lookahead.cpu.program import Program
 from lookahead.models.adapter import ModelAdapter
@@ -114,9 +114,9 @@ class PackedModel:
     def drop_copies(self) -> None:
         self._copies = {}
 
-    def smallest(self, program: Program, indexes: bool) -> Program:
-        """`executor.smallest`, with the copies of earlier calls where they hold the weights."""
-        return smallest(program, self._copies, indexes=indexes)
+    def pack(self, program: Program, indexes: bool) -> Program:
+        """`executor.pack`, with the copies of earlier calls where they hold the weights."""
+        return pack(program, self._copies, indexes=indexes)
 
     def find(self, model: PreTrainedModel, adapter: ModelAdapter, packs: Packs) -> ReadyProgram | None:
         """Return the program that other calls have, or that the last one has left, if it is of the model as it is."""

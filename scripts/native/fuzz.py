@@ -466,7 +466,7 @@ def run_program(seed: int) -> str:
         program = writer.write(vocabulary, width, intermediate, layers, positions_of_all)
         assert executor.serves(program), "it must be served"
         packs = program.is_transposed or rng.random() < 0.7
-        ready = Executor(executor.smallest(program, {}, indexes=True) if packs else program)
+        ready = Executor(executor.pack(program, {}, indexes=True) if packs else program)
         rotary = {}
         for name, least in program.rotaries.items():
             rotary_dim = rng.choice([least, max(least // 4 * 2, 2)])

@@ -90,7 +90,7 @@ def test_weights_unpacked_from_blocks_are_found_to_be(kind, outputs, groups, siz
     note(f"{kind=} {outputs=} {groups=} {size=} {seed=}")
     torch.manual_seed(seed)
     linear = Linear(unpacked(kind, outputs, groups, size), None, torch.randn(outputs))
-    found = blocks.smallest(linear, torch.float32)
+    found = blocks.pack(linear, torch.float32)
     assert found.unpacked is None
     assert found.weight.dtype in (BITS[kind], torch.uint8), "fewer bits may do"
     assert_same_products(found, linear, torch.float32)
@@ -99,10 +99,10 @@ def test_weights_unpacked_from_blocks_are_found_to_be(kind, outputs, groups, siz
     was = weight[place].clone()
     for other in (torch.nan, torch.inf, was * (1 + 2**-20) + 1e-40):
         weight[place] = other
-        assert blocks.smallest(linear, torch.float32, found, indexes=False) is linear, "not every weight is one"
+        assert blocks.pack(linear, torch.float32, found, indexes=False) is linear, "not every weight is one"
     weight[place] = was
     weight[: 16 + len(weight) // 2] = -weight[: 16 + len(weight) // 2].flip(0)
-    again = blocks.smallest(linear, torch.float32, found)  # what was found before is written over
+    again = blocks.pack(linear, torch.float32, found)  # what was found before is written over
     assert_same_products(again, linear, torch.float32)
 
 
@@ -119,12 +119,12 @@ def test_int4_held_in_int8_is_packed(dtype, outputs, groups, size, seed):
     torch.manual_seed(seed)
     numbers = torch.randint(-8, 8, (outputs, groups * size), dtype=torch.int8)
     linear = Linear(numbers, torch.rand(outputs, groups).to(dtype).float(), torch.randn(outputs).to(dtype))
-    found = blocks.smallest(linear, dtype)
+    found = blocks.pack(linear, dtype)
     if native.CAPABILITY != "DEFAULT" or dtype == torch.bfloat16:
         assert found.weight.dtype == torch.uint8, "without FMA, weights are rounded twice if scales have many digits"
     assert_same_products(found, linear, dtype)
     numbers.view(-1)[seed % numbers.numel()] = 8 if seed % 2 else -9
-    assert blocks.smallest(linear, dtype) is linear
+    assert blocks.pack(linear, dtype) is linear
 
 
 E2M1 = torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
@@ -167,7 +167,7 @@ def test_weights_of_mxfp4_are_found_to_be(dtype, outputs, groups, powers, beside
         matrix[:, beside:] = weight.T
         weight = matrix.T[beside:]
     linear = Linear(weight, None, torch.randn(outputs).to(dtype) if seed % 2 else None)
-    found = blocks.smallest(linear, dtype, indexes=False)
+    found = blocks.pack(linear, dtype, indexes=False)
     assert (found.format, found.weight.shape) == (Format.MXFP4, (outputs, 17 * groups))
     assert (found.outputs, found.inputs) == (outputs, 32 * groups)
     assert are_same_bits(numbers_of_mxfp4(found.weight, dtype).to(dtype), weight), "also the signs of zeros"
@@ -175,7 +175,7 @@ def test_weights_of_mxfp4_are_found_to_be(dtype, outputs, groups, powers, beside
     assert_same_products(found, plain, dtype, rows=(1, 2, 3, 5, 8, 12, 17, 40))
 
     known, place = found._replace(bias=None, origin=None), (seed % outputs, seed % (32 * groups))
-    assert blocks.smallest(linear, dtype, known, indexes=False).weight is found.weight
+    assert blocks.pack(linear, dtype, known, indexes=False).weight is found.weight
     copies = blocks.copies_of([found])
     differ = blocks.comparison(copies, dtype)
     parts = 1 + seed % 3
@@ -185,7 +185,7 @@ def test_weights_of_mxfp4_are_found_to_be(dtype, outputs, groups, powers, beside
         weight[place] = other
         assert blocks.digest_of(linear) != found.digest
         assert any(differ(turn, parts) for turn in range(1, 9000)), "a sign is a number, too, also that of a zero"
-        again = blocks.smallest(linear, dtype, known, indexes=False)
+        again = blocks.pack(linear, dtype, known, indexes=False)
         is_mxfp4 = again.format == Format.MXFP4
         assert is_mxfp4 == are_same_bits(weight[place], -was), "no other one has two digits"
         if is_mxfp4:
@@ -198,12 +198,12 @@ def test_weights_of_mxfp4_are_found_to_be(dtype, outputs, groups, powers, beside
 def test_one_number_that_is_none_of_mxfp4_leaves_all_as_they_are(dtype, other):
     """Beside numbers from 0.5 to 6."""
     weight = E2M1[torch.arange(16)].repeat(9, 6).to(dtype)
-    assert blocks.smallest(Linear(weight), dtype, indexes=False).format == Format.MXFP4
+    assert blocks.pack(Linear(weight), dtype, indexes=False).format == Format.MXFP4
     weight[7, 70] = other
-    assert blocks.smallest(Linear(weight), dtype).format != Format.MXFP4
-    assert blocks.smallest(Linear(weight.T.contiguous().T), dtype, indexes=False).format == Format.FLOATS
+    assert blocks.pack(Linear(weight), dtype).format != Format.MXFP4
+    assert blocks.pack(Linear(weight.T.contiguous().T), dtype, indexes=False).format == Format.FLOATS
     few = weight[:7, :80].contiguous()
-    assert blocks.smallest(Linear(few), dtype).format != Format.MXFP4, "it has no whole groups"
+    assert blocks.pack(Linear(few), dtype).format != Format.MXFP4, "it has no whole groups"
 
 
 def test_all_powers_of_two_of_mxfp4_are_read():
@@ -238,7 +238,7 @@ def test_numbers_of_bf16_are_indexed(dtype, outputs, groups, spread, rare, seed)
     odd = torch.tensor([0.0, -0.0, 1e-39, 1e30, torch.inf, torch.nan])[torch.randint(6, shape)].bfloat16().to(dtype)
     weight = torch.where(torch.rand(shape) < rare, odd, weight)
     linear = Linear(weight, None, torch.randn(outputs).to(dtype) if seed % 2 else None)
-    found = blocks.smallest(linear, dtype)
+    found = blocks.pack(linear, dtype)
     if not can_index(dtype):
         assert found is linear
         return
@@ -248,7 +248,7 @@ def test_numbers_of_bf16_are_indexed(dtype, outputs, groups, spread, rare, seed)
         assert found.weight.nbytes <= -(-outputs // together) * together * (96 * groups + 2 * groups + 80)
     place = int(torch.randint(weight.numel(), ()))
     weight.view(-1)[place] = 1e9 if seed % 3 else 0.0
-    again = blocks.smallest(linear, dtype, found if found is not linear else None)
+    again = blocks.pack(linear, dtype, found if found is not linear else None)
     assert_same_products(again, linear, dtype, rows=(1, 2, 3, 5, 8, 12, 17))
 
 
@@ -262,10 +262,10 @@ def test_exceptions_of_a_block_do_not_touch_the_others(dtype):
         rows, columns = torch.randint(40, (count,)), torch.randint(64, (count,))
         part[rows, columns] = 2.0 ** torch.randint(-120, -8, (count,)).float()
     linear = Linear(weight.bfloat16().to(dtype))
-    found = blocks.smallest(linear, dtype)
+    found = blocks.pack(linear, dtype)
     assert (found.unpacked is not None) == can_index(dtype)
     assert_same_products(found, linear, dtype, rows=(1, 5, 6, 17))
-    again = blocks.smallest(linear, dtype, found if found is not linear else None)
+    again = blocks.pack(linear, dtype, found if found is not linear else None)
     assert torch.equal(again.weight, found.weight)
 
 
@@ -277,12 +277,12 @@ def test_rows_that_cannot_be_indexed_do_not_touch_the_others(dtype):
     weight[20:30] *= 2.0 ** torch.randint(-30, 30, (10, 64 * 5)).float()
     weight[128:] *= 2.0 ** torch.randint(-30, 30, (3, 64 * 5)).float()
     linear = Linear(weight.bfloat16().to(dtype))
-    found = blocks.smallest(linear, dtype)
+    found = blocks.pack(linear, dtype)
     assert (found.unpacked is not None) == can_index(dtype)
     assert_same_products(found, linear, dtype, rows=(1, 2, 7, 12, 13, 33))
     weight = linear.weight
     weight[25, 7] += 1
-    again = blocks.smallest(linear, dtype, found if found is not linear else None)
+    again = blocks.pack(linear, dtype, found if found is not linear else None)
     assert_same_products(again, linear, dtype, rows=(1, 40))
 
 
@@ -291,23 +291,23 @@ def test_weights_near_zero_are_not_given_to_the_matrix_unit_in_float32(rows):
     """It takes products below 2^-126 as zero, which float32 still tells apart."""
     weight = torch.randn(20, 128).bfloat16().float()
     weight[:rows] *= 2.0**-60
-    found = blocks.smallest(Linear(weight), torch.float32)
+    found = blocks.pack(Linear(weight), torch.float32)
     assert (found.unpacked is not None) == (can_index(torch.float32) and not native.HAS_AMX)
     weight[0] = 0
     weight[1:] = torch.randn(19, 128).bfloat16().float()
-    assert (blocks.smallest(Linear(weight), torch.float32).unpacked is not None) == can_index(torch.float32)
+    assert (blocks.pack(Linear(weight), torch.float32).unpacked is not None) == can_index(torch.float32)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_is_not_worth_it_is_not_indexed(dtype):
     weight = torch.randn(7, 256).bfloat16().to(dtype)
-    assert blocks.smallest(Linear(weight), dtype, indexes=False).unpacked is None
+    assert blocks.pack(Linear(weight), dtype, indexes=False).unpacked is None
     wide = (weight * 2.0 ** torch.randint(-60, 60, weight.shape)).to(dtype)
-    assert blocks.smallest(Linear(wide), dtype).unpacked is None, "too many upper bytes are not in its tables"
-    assert blocks.smallest(Linear(weight[:, :40].contiguous()), dtype).unpacked is None, "it has no whole blocks"
+    assert blocks.pack(Linear(wide), dtype).unpacked is None, "too many upper bytes are not in its tables"
+    assert blocks.pack(Linear(weight[:, :40].contiguous()), dtype).unpacked is None, "it has no whole blocks"
     if dtype == torch.float32:
         weight[3, 100] *= 1 + 2**-20
-        assert blocks.smallest(Linear(weight), dtype).unpacked is None, "one of its numbers is not of bf16"
+        assert blocks.pack(Linear(weight), dtype).unpacked is None, "one of its numbers is not of bf16"
 
 
 @settings(max_examples=60, deadline=None)
@@ -328,19 +328,19 @@ def test_transposed_weights_are_laid_out_in_rows(dtype, outputs, inputs, beside,
     if weight.is_contiguous():  # of one output
         return
     assert (linear.is_transposed(dtype), linear.is_served(dtype)) == (True, False)
-    assert blocks.smallest(linear, dtype, indexes=False) is linear
-    found = blocks.smallest(linear, dtype)
+    assert blocks.pack(linear, dtype, indexes=False) is linear
+    found = blocks.pack(linear, dtype)
     assert found.is_served(dtype)
     assert torch.equal(found.weight, weight)
     known = found._replace(bias=None, origin=None)
-    assert blocks.smallest(linear, dtype, known).weight is found.weight
+    assert blocks.pack(linear, dtype, known).weight is found.weight
     copies = blocks.copies_of([found])
     differ = blocks.comparison(copies, dtype)
     assert not any(differ(turn, 1) for turn in range(1, 50))
     weight[torch.randint(outputs, ()), torch.randint(inputs, ())] += 1
     assert blocks.digest_of(linear) != found.digest
     assert any(differ(turn, 1) for turn in range(1, 500))
-    again = blocks.smallest(linear, dtype, known)
+    again = blocks.pack(linear, dtype, known)
     assert torch.equal(again.weight, weight)
     assert again.weight is not found.weight
 
@@ -356,7 +356,7 @@ def test_transposed_weights_are_laid_out_in_rows(dtype, outputs, inputs, beside,
     ],
 )
 def test_others_stay_as_they_are(linear):
-    assert blocks.smallest(linear, torch.float32) is linear
+    assert blocks.pack(linear, torch.float32) is linear
 
 
 def test_a_processor_without_kernels_keeps_its_floats(monkeypatch):
@@ -365,7 +365,7 @@ def test_a_processor_without_kernels_keeps_its_floats(monkeypatch):
     monkeypatch.setattr(codes, "_of_codes", dict)
     monkeypatch.setattr(blocks, "_of_mxfp4", dict)
     monkeypatch.setattr(blocks, "_of_bfloat16", dict)
-    assert blocks.smallest(Linear(linear.weight), torch.float32).weight is linear.weight
+    assert blocks.pack(Linear(linear.weight), torch.float32).weight is linear.weight
 
 
 @settings(max_examples=200, deadline=None)

@@ -428,16 +428,16 @@ def test_what_another_thread_reads_is_never_written_over(most):
     model = tiny_model("llama", **SIZES)
     in_blocks(model, most)
     known = {}
-    found = executor.smallest(page_of(model).program(), known, indexes=True)
+    found = executor.pack(page_of(model).program(), known, indexes=True)
     linears = found.linears
     assert any(linear.origin is not None for linear in linears) or not blocks.can_index(torch.float32)
     before = [linear.weight.clone() for linear in linears]
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(parameter.flip(0))
-    again = executor.smallest(page_of(model).program(), known, indexes=True)
+    again = executor.pack(page_of(model).program(), known, indexes=True)
     assert all(torch.equal(linear.weight, old) for linear, old in zip(linears, before, strict=True) if linear.origin)
-    third = executor.smallest(page_of(model).program(), known, indexes=True)
+    third = executor.pack(page_of(model).program(), known, indexes=True)
     assert third.linears[-1].weight is again.linears[-1].weight, "what has not changed is not made anew"
 
 

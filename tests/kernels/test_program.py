@@ -170,7 +170,7 @@ def test_layers_of_any_number_of_outputs_are_shared_out_together(before, rows, t
     linears = [Linear(torch.randn(count, 128).bfloat16().to(dtype)) for count, _ in [*before, (64, True)]]
     are_indexed = [*(is_indexed for _, is_indexed in before), True]
     packed = [
-        blocks.smallest(linear, dtype) if is_indexed and blocks.can_index(dtype) else linear
+        blocks.pack(linear, dtype) if is_indexed and blocks.can_index(dtype) else linear
         for linear, is_indexed in zip(linears, are_indexed, strict=True)
     ]
     x, outs = Value(128), tuple(Value(linear.outputs) for linear in linears)
