@@ -8,9 +8,9 @@
 // The bits of a sum depend on its order, and rows of a tree stand between others that they do not see. So in a step,
 // keys go by their positions. A row's near keys are those of its last NEAR to NEAR + KEYS - 1 positions. They are one
 // block, added up one by one in their order: there, a key that the row does not see has the weight 0 and leaves no
-// trace. All others are far keys, of the cache or of the chain of a prompt. Their blocks, and the parts that threads take, end at multiples of
-// KEYS, and the lane of a key follows from its position. So what a row attends to is the same to the bit, whatever other
-// rows a step has and wherever in the text it begins.
+// trace. All others are far keys, of the cache or of the chain of a prompt. Their blocks, and the parts that threads take,
+// end at multiples of KEYS, and the lane of a key follows from its position. So what a row attends to is the same to the
+// bit, whatever other rows a step has and wherever in the text it begins.
 
 #pragma once
 

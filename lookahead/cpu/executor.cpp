@@ -714,9 +714,9 @@ struct Thread {
     // Go on to the item of this number. Returns whether there is one.
     bool go_on(const Operation<T>& attend, long number, Item& item) {
         Attended& some = item.of;
-        for (long i; item.sequence < 0 || number >= item.first + some.items();) {
+        while (item.sequence < 0 || number >= item.first + some.items()) {
             if (item.sequence >= 0) item.first += some.items(), item.before += some.queries() * some.parts;
-            i = ++item.sequence;
+            const long i = ++item.sequence;
             if (i == pass.sequence_count) return false;
             some = attended(attend, ((const Sequence<T>*)pass.sequences)[i], cache_of(attend, i));
             item.is_joined |= some.is_joined();
