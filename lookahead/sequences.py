@@ -18,7 +18,6 @@ from lookahead.engine.engine import Lookahead
 from lookahead.engine.loop import decoding
 from lookahead.guessing.combine import Ledger
 from lookahead.guessing.source import GuessSource
-from lookahead.passes.fused import FusedRunner
 from lookahead.passes.runner import Output, Pass
 from lookahead.passes.sharing import run_together
 from lookahead.wrapping import engine_of, own_loop
@@ -96,7 +95,7 @@ class Sequences:
             return None
         runner = engine.find_runner(self._model)
         runner.end()
-        return min(most, runner.most_read) or None if isinstance(runner, FusedRunner) else None
+        return min(most, runner.most_read) or None
 
     def cancel(self, future: Future) -> None:
         """Let a text end at the next step, with a CancelledError. No effect once it has ended."""

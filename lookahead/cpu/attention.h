@@ -419,7 +419,8 @@ struct Attention {
         return fade;
     }
 
-    // Where the keys or values are that this thread wants after those before `after`. x: of a head, so long each.
+    // Where the keys or values are that this thread wants after those before `after`. x: of a head, so long each. Half of a
+    // block is prefetched while the block before is transposed or unpacked, and half by its products.
     static const char* wanted_after(const T* x, long size, const T* next, long after, long end) {
         return (const char*)(after < end || !next ? x + after * size : next);
     }

@@ -133,7 +133,8 @@ class NextTokenRule:
         keeps = settings.keep_scores or settings.keep_logits
         sees_all = keeps or not all(map(goes_by_sequence, processors))
         self.drops_ended = settings.pad_token is not None and not sees_all
-        """A sequence that has ended goes on with padding, as in plain decoding, where somebody may see its scores."""
+        """Whether sequences leave when they have ended. Where somebody may see their scores, they go on with padding,
+        as in plain decoding."""
         warp = _warp_of(processors) if settings.do_sample else None if processors else Warp()
         ends = _ends(criteria)
         is_usual = len(ids) == 1 and not sees_all and all(map(_asks_for_tokens, criteria))
@@ -285,9 +286,8 @@ def _ends(criteria: StoppingCriteriaList) -> Ends | None:
         else:
             from lookahead.compat.stop_strings import tokens_that_end_stop_strings  # other texts end without them
 
-            if (
-                tokens := tokens_that_end_stop_strings(criterion)
-            ) is None:  # also a length that makes transformers warn
+            tokens = tokens_that_end_stop_strings(criterion)
+            if tokens is None:  # also a length that makes transformers warn
                 return None
             ends.asked.append((tokens, criterion))
     return ends

@@ -90,6 +90,8 @@ class EagerRunner:
     """The runner's name in reports."""
     weight_bytes = 0
     """Bytes of weights that a pass multiplies with; 0 if it is not known."""
+    most_read = 0
+    """Tokens of a prompt, at most, that passes of our own read; longer ones are left to the model's own code."""
     is_ragged = False
     """Whether each sequence has a cache of its own, and a pass just the rows of each step. If not, they are padded."""
     company: Hashable | None = None
