@@ -127,6 +127,10 @@ ALIKE = {
         **{**LATENT, **GROUPED, "mlp_layer_types": ["dense", "sparse"], "linear_num_heads": 4, "linear_head_dim": 32},
         "layer_types": ["linear_attention", "full_attention"],
     },
+    "bailing_hybrid": {
+        **{**LATENT, **GROUPED, "mlp_layer_types": ["dense", "sparse"], "head_dim": 32, "num_attention_heads": 4},
+        "layer_types": ["linear_attention", "full_attention"],
+    },
     "bamba": {**MAMBA, "attn_layer_indices": [1]},
     "granitemoehybrid": {
         **{**MAMBA, "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 32},

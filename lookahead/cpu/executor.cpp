@@ -101,7 +101,7 @@ constexpr int SPINS = 2048;       // 0.1 ms where a pause takes 140 cycles, a te
     FIELD(long, activation)                                                                             \
     FIELD(double, factor)    /* of what is embedded, scaled, added, attended with, or of experts */     \
     FIELD(double, cap)       /* of scores of attention or of experts, or 0 */                           \
-    FIELD(double, limit)     /* of what is clipped; of gates of experts that stand beside their numbers, or 0 */ \
+    FIELD(double, limit)     /* of what is clipped; of gates of experts, or of logarithms of decays; or 0 */ \
     FIELD(double, nearness)  /* of scores that share the weight of an expert which is chosen in its turn; or -1 */ \
     FIELD(double, alpha)     /* of these, or of xIELU */                                                \
     FIELD(double, epsilon)   /* of a norm, or of a sum of weights */                                    \
@@ -318,13 +318,6 @@ static void rotate(T* x, const float* cos, const float* sin, long n) {
         store(rounded_to<By>(a * cos[i]) + rounded_to<By>(-b * sin[i]), x + first);
         store(rounded_to<By>(b * cos[j]) + rounded_to<By>(a * sin[j]), x + second);
     }
-}
-
-// x * sigmoid(y).
-template <class Floats>
-static INLINE Floats times_sigmoid(Floats x, Floats y) {
-    const Floats power = exponential<WIDTH>(y < 0 ? y : -y);
-    return x * (y < 0 ? power : Floats{} + 1.0f) / (1.0f + power);
 }
 
 // The error function, to 2e-7 (Abramowitz & Stegun 1964, formula 7.1.26).
@@ -866,7 +859,7 @@ struct Thread {
                 queries + begin * of.width, keys + begin * of.width, values + begin * of_values,
                 decays + begin * heads * state.decays, rates + begin * heads, log_speeds, biases,
                 buffer(of.out) + begin * of_values, of.width / of.size, sequence.rows, float(of.factor),
-                pass.parents + begin, state};
+                float(of.limit), pass.parents + begin, state};
             for (long head = index; head < heads; head += pass.threads) some.compute(head, of_recurrence);
         });
     }

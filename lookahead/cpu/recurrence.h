@@ -272,7 +272,7 @@ struct Delta {
     const L *log_speeds, *biases;      // [heads], [heads][decays]
     T* out;                            // [rows][heads][values]
     long key_heads, rows;
-    float factor;                      // of rates
+    float factor, limit;               // of rates, and of the logarithms of decays; or 0
     const long* parents;               // as for `Convolution`
     State state;
 
@@ -296,6 +296,12 @@ struct Delta {
         for (long i = 0; i < state.decays; i += WIDTH) {
             const long n = state.decays - i;
             const Floats x = some(decays + at * state.decays + i, n) + some(biases + head * state.decays + i, n);
+            if (limit) {
+                T logs[WIDTH];
+                ::store(times_sigmoid(Floats{} + limit, speed * x), logs);
+                store_some(exponential<WIDTH>(::load(logs)), to + i, n);
+                continue;
+            }
             Floats y = exponential<WIDTH>(x < 0 ? x : -x);
             for (long l = 0; l < std::min<long>(n, WIDTH); l++) y[l] = of_keys ? std::log(1 + y[l]) : std::log1p(y[l]);
             store_some(exponential<WIDTH>(-speed * ((x < 0 ? Floats{} : x) + y)), to + i, n);

@@ -267,9 +267,12 @@ class Reference:
         v = self.heads(delta.values, delta.value_size)[..., None, :]
         biases = delta.biases.to(self.wide).unflatten(0, (delta.heads, -1))
         x = self.heads(delta.decays, delta.decay_size) + biases
-        of_keys = isinstance(delta, op.DeltaByKey)
-        times = (1 + x.exp()).float().to(self.wide).log() if of_keys else functional.softplus(x)
-        decays = (-delta.log_speeds.to(self.wide).exp()[:, None] * times).exp()[..., None]
+        speeds, by_key = delta.log_speeds.to(self.wide).exp()[:, None], isinstance(delta, op.DeltaByKey)
+        if by_key and delta.limit:
+            logs = self.rounded(delta.limit * (speeds * x).sigmoid())
+        else:
+            logs = -speeds * ((1 + x.exp()).float().to(self.wide).log() if by_key else functional.softplus(x))
+        decays = logs.exp()[..., None]
         rates = delta.factor * self.rounded(self.values[delta.rates].sigmoid())[..., None, None]
         for row, parent in enumerate(self.parents):
             before = states[parent] if parent >= 0 else self.states[delta.layer].state.to(self.wide)

@@ -204,7 +204,10 @@ class DeltaByKey(Delta):
 
     decays: [heads * size] of a row, as are the biases. log_speeds: [heads]. Both are float32. softplus(x) is log(1 +
     exp(x)), whose sum is rounded to float32: where x is far below 0, all of its digits but the first few are lost.
+    limit: unless it is 0, log(d) is limit * sigmoid(exp(log_speeds) * x), rounded (Ling 3).
     """
+
+    limit: float = 0.0
 
     def wide(self) -> list[torch.Tensor]:
         return [self.log_speeds, self.biases]

@@ -152,6 +152,13 @@ static inline Floats exponential(Floats x) {
     return gone ? Floats{} : (Floats)((Ints)y + (power << 23));
 }
 
+// x * sigmoid(y).
+template <class Floats>
+static INLINE Floats times_sigmoid(Floats x, Floats y) {
+    const Floats power = exponential<WIDTH>(y < 0 ? y : -y);
+    return x * (y < 0 ? power : Floats{} + 1.0f) / (1.0f + power);
+}
+
 // Lanes I of the vectors a and b, one behind the other.
 template <int... I, class Vector>
 static INLINE Vector shuffled(Vector a, Vector b) {

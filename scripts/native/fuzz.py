@@ -275,7 +275,8 @@ class RandomProgram:
         out, factor = Value(heads * values), self.rng.choice([1.0, 2.0])
         kind, dtype = (op.DeltaByKey, torch.float32) if by_key else (op.Delta, self.dtype)
         speeds = (self.memory.copy(self.numbers(count).to(dtype)) for count in (heads, of_decays))
-        delta = self.add(kind(q, out, k, v, decays, rates, *speeds, layer, heads, keys, factor))
+        limit = {"limit": self.rng.choice([0.0, -0.5, -5.0])} if by_key else {}
+        delta = self.add(kind(q, out, k, v, decays, rates, *speeds, layer, heads, keys, factor, **limit))
         normed = self.norm(delta, values, chance=0.7)
         gated = self.add(op.Gate(gate, Value(gate.width), "silu", normed, rounds_once=self.rng.random() < 0.5))
         return self.products(gated, x.width)[0]

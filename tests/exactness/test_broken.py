@@ -437,7 +437,7 @@ FUSED = {
     fused_rows_are_a_chain: f"{FUSED_RECURRENCES} lfm2",
     fused_states_do_not_decay: FUSED_RECURRENCES,
     fused_decays_of_the_head_beside: FUSED_RECURRENCES,
-    fused_decays_of_the_key_beside: "kimi_linear",
+    fused_decays_of_the_key_beside: "kimi_linear bailing_hybrid",
     fused_rejected_rows_stay_in_the_state: f"{FUSED_RECURRENCES} lfm2",
     fused_state_stays_behind: f"{FUSED_RECURRENCES} lfm2",
 }

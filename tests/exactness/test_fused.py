@@ -74,7 +74,7 @@ FAMILIES = [
     "minimax_m2", "ernie4_5_moe", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "axk1", "afmoe", "gpt_oss",
     "granitemoe_swa", "flint", "cohere2_moe", "beam", "mimo_v2_flash", "aria_text", "lara_mini",
     "llama4_text", "kolibri1", "laguna", "dbrx", "qwen3_vl_moe", "qwen3_omni_moe_thinker", "glm4v_moe",
-    "ernie4_5_vl_moe", "kimi_linear",
+    "ernie4_5_vl_moe", "kimi_linear", "bailing_hybrid",
 ]  # fmt: skip
 # In older transformers, these have parts of another shape or of another model, or masks that are not causal.
 OTHERS_BEFORE = [
@@ -88,6 +88,7 @@ FAMILIES = [family for family in FAMILIES if family not in LEFT_OUT and family i
 STATES = [
     *("lfm2", "lfm3", "qwen3_5_text", "olmo_hybrid", "kimi_linear", "bamba", "falcon_h1", "nemotron_h", "mamba2"),
     "zamba2",
+    "bailing_hybrid",
 ]
 STATES = [family for family in STATES if family in FAMILIES]
 WITH_WINDOWS = {
@@ -102,7 +103,7 @@ MIXTURES = set(FAMILIES[FAMILIES.index("mixtral") :])
 # a copy of their weights must be made, for which torch multiplies with the original
 TRANSPOSED = {"gpt2", "gpt_oss", "aria_text", "llama4_text", "dbrx"}
 # their attention has another form
-LATENT = {"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "axk1", "youtu", "minicpm3", "kimi_linear"}
+LATENT = {"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "axk1", "youtu", "minicpm3", "kimi_linear", "bailing_hybrid"}
 # they multiply with parts of weights, and torchao does not know Falcon's layers
 NOT_QUANTIZED = LATENT | {"roc_bert", "falcon"}
 # The own code of these does not use our attention, nor, in Falcon, our products; Ministral 3 scales queries apart, and

@@ -41,17 +41,7 @@ MAMBA2 = ("mamba2", "bamba", "granitemoehybrid", "falcon_h1", "nemotron_h", "zam
 CONVOLUTION = ("lfm2", "lfm2_moe", "lfm3")
 FAMILIES = [t for t in (*DELTA_RULE, *BY_CHANNEL, *MAMBA2, *CONVOLUTION) if t in CONFIG_MAPPING]
 KEEPS_NO_POSITIONS = {"mamba2"}
-IN_ONE_CALL = [
-    t
-    for t in FAMILIES
-    if t
-    in (
-        *("mamba2", "bamba", "granitemoehybrid", "falcon_h1", "nemotron_h", "lfm2", "lfm2_moe", "lfm3"),
-        *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "lara_mini", "zamba2", "kimi_linear"),
-    )
-]
-"""Their passes."""
-WAYS = [*((family, False) for family in FAMILIES), *((family, True) for family in IN_ONE_CALL)]
+WAYS = [(family, in_one_call) for in_one_call in (False, True) for family in FAMILIES]
 """Families, and whether passes are one call."""
 
 parents_of_trees = st.integers(1, 12).flatmap(
@@ -402,8 +392,6 @@ def test_a_cache_survives_a_failure_within_a_pass(model_type, place, at, monkeyp
     first, second = random_prompt(rng), random_prompt(rng)
     cache = DynamicCache(config=model.config)
     fused = place in ("extend", "apply")
-    if fused and model_type not in IN_ONE_CALL:
-        pytest.skip("its passes are not one call")
     lookahead.wrap(model, in_one_call(fused))
     ids = torch.cat([model.generate(first, past_key_values=cache, **GREEDY), second], dim=1)
     expected = model.generate(ids, past_key_values=deepcopy(cache), **GREEDY)

@@ -80,7 +80,7 @@ HOMES: dict[str, str] = {
             "Mamba2ForCausalLM BambaForCausalLM GraniteMoeHybridForCausalLM FalconH1ForCausalLM NemotronHForCausalLM"
         ),
         "zamba": "Zamba2ForCausalLM",
-        "kimi_linear": "KimiLinearForCausalLM",
+        "kimi_linear": "KimiLinearForCausalLM BailingHybridForCausalLM",
         "hrm": "HrmTextForCausalLM",
         "with_images": (
             "Gemma3ForConditionalGeneration Gemma3nForConditionalGeneration Gemma4ForConditionalGeneration "

@@ -43,7 +43,11 @@ class DeepseekV3(WithSharedExperts):
         found = self.attend(q, c, k, attention, latent + turned, is_latent=True)
         out = Value(heads * attention.v_head_dim)
         values = self._add(op.HeadProducts(found, out, weight, heads, fixed, is_transposed=False))
-        return self.product(values, attention.o_proj)
+        return self.product(self.found(x, values, attention), attention.o_proj)
+
+    def found(self, x: Value, values: Value, attention: Any) -> Value:
+        """What attention hands on of the values that it has found for the rows x."""
+        return values
 
     @property
     def rotary_separates(self) -> bool:  # type: ignore[override]
