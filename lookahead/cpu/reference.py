@@ -267,11 +267,12 @@ class Reference:
         v = self.heads(delta.values, delta.value_size)[..., None, :]
         biases = delta.biases.to(self.wide).unflatten(0, (delta.heads, -1))
         x = self.heads(delta.decays, delta.decay_size) + biases
-        speeds, by_key = delta.log_speeds.to(self.wide).exp()[:, None], isinstance(delta, op.DeltaByKey)
-        if by_key and delta.limit:
-            logs = self.rounded(delta.limit * (speeds * x).sigmoid())
+        speeds = delta.log_speeds.to(self.wide).exp()[:, None]
+        if isinstance(delta, op.DeltaByKey):
+            times = (1 + x.exp()).float().to(self.wide).log()
+            logs = self.rounded(delta.limit * (speeds * x).sigmoid()) if delta.limit else -speeds * times
         else:
-            logs = -speeds * ((1 + x.exp()).float().to(self.wide).log() if by_key else functional.softplus(x))
+            logs = -speeds * functional.softplus(x)
         decays = logs.exp()[..., None]
         rates = delta.factor * self.rounded(self.values[delta.rates].sigmoid())[..., None, None]
         for row, parent in enumerate(self.parents):
