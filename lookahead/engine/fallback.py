@@ -78,13 +78,13 @@ def why_plain(
     if (replaced := state_of(model).why_plain() or _replaced_in_loop()) is not None:
         return replaced
     if modes := compat.modes_of_users():  # fused passes and our kernels run no operations of torch
-        return f"in a mode that sees the operations of torch ({', '.join(modes)})"
+        return f"under a torch function or dispatch mode ({', '.join(modes)})"
     adapter = find_adapter(model, cpu_kernels=config.cpu_kernels)
     if adapter.row_dependence and not config.allow_row_dependent:
         return (
             f"a model whose logits depend on the other rows of a pass (by {adapter.row_dependence:.1e} of their "
-            "spread), as activations quantized in each pass make them; LookaheadConfig(allow_row_dependent=True) lets "
-            "it, at the price of texts that part"
+            "spread), for example because activations are quantized in each pass; with "
+            "LookaheadConfig(allow_row_dependent=True) it is decoded, but writes other texts"
         )
     in_training, has_no_cache = bool(state_of(model).in_training), model_kwargs.get("use_cache") is False
     if in_training or has_no_cache:
@@ -95,7 +95,7 @@ def why_plain(
         if has_no_cache and cache_passed_in(model_kwargs) is not None:
             return "with use_cache=False, on a cache"  # to which each pass adds the whole text anew
         if has_no_cache and not conditions.same_without_cache(model, adapter):
-            return "with use_cache=False a model that writes another text then"
+            return "a model that writes another text with use_cache=False"
     if len(ids) > 1 and not can_batch(model, adapter):
         why = "steps take one sequence" if adapter.can_branch else "guesses are single chains"
         return f"batches of a model whose {why}"
@@ -105,19 +105,19 @@ def why_plain(
     cache, mask = cache_passed_in(model_kwargs), model_kwargs.get("attention_mask")
     held, new = positions_in(cache), (ids if embeds is None else embeds).shape[1]
     if compat.is_callers_own(cache) and not (adapter.counts_positions or isinstance(cache, CountedCache)):
-        return "on a cache of states alone, which do not say how much of the prompt they hold"
+        return "on a cache that holds only states, which do not say how much of the prompt they cover"
     if cache is not None and type(cache) not in (DynamicCache, CountedCache):
         return f"on a cache of type {type(cache).__name__}"
     if cache is not None and (held or not is_empty(cache)):
         from lookahead.models.passed_in import can_adopt  # other calls begin with an empty one
 
         if not can_adopt(adapter, cache, model):
-            return "on a cache whose layers are not such as this model fills: their kind, length, dtype or device"
+            return "on a cache that this model could not have filled: their kind, length, dtype or device"
     if held and len(ids) > 1:
-        return "batches on a cache that is passed in"
+        return "batches on a cache that was passed in"
     is_full = not held or repeats_what_is_cached(ids, generation, model_kwargs)
     if held >= new and is_full:
-        return "on a cache that holds all of the prompt"
+        return "on a cache that holds the whole prompt"
     # generate() drops a mask of ones, and keeps its length.
     covered = (len(ids), compat.dropped_mask_length(generation)) if mask is None else tuple(mask.shape)
     if covered[1:] != (None,) and covered != (len(ids), new if is_full else held + new):
@@ -130,19 +130,19 @@ def why_plain(
     positions = model_kwargs.get("position_ids")
     # generate() makes a row of positions for each row of the mask, even if it drops the mask.
     if positions is not None and positions.ndim == 2 and len(positions) not in (1, len(ids)):
-        return "with position_ids, or an attention_mask, of another number of sequences than the prompt"
+        return "with position_ids, or an attention_mask, for another number of sequences than the prompt has"
     if not _are_usual(positions, mask, held):
         return "with position_ids other than the usual"
     length = (0 if is_full else held) + new  # of the prompt
     stop = length + generation.max_length - ids.shape[1]
     if _counts_rows(adapter.config, stop) and (ids.device.type != "cpu" or (mask is not None and not mask.all())):
-        return "with padding, or on a GPU, so far that the model's queries grow by their place in a pass"
+        return "with padding, or on a GPU, at positions where the model scales queries by their row in a pass"
     dense = getattr(adapter.config, DENSE_UP_TO.get(adapter.config.model_type, ""), None)
     if dense is not None and stop > dense:
-        return f"beyond {dense} positions, from which on the model's attention drops keys by the shape of a pass"
+        return f"beyond {dense} positions, where the shape of a pass decides which keys the model's attention sees"
     window = adapter.sees_all_up_to
     if window is not None and stop > window and hides_in_cache_alone(model, adapter):
-        return f"beyond the {window} positions of a window that the model's cache has and its own masks have not"
+        return f"beyond the {window} positions of a window that the model's cache has and its masks ignore"
     if _switches_rope(model, len(ids), length, stop):
         return "across the length at which the model's rotary embedding changes"
     return None
@@ -153,7 +153,7 @@ def _replaced_in_loop() -> str | None:
     for owner, name in CHOOSING:
         if not is_own(found := getattr(owner, name)):
             place = f"{getattr(owner, '__module__', 'torch')}.{getattr(owner, '__qualname__', owner.__name__)}.{name}"
-            return f"a model whose cache or loop is replaced ({Foreign(place, found)})"
+            return f"a model whose cache or loop was replaced ({Foreign(place, found)})"
     return None
 
 

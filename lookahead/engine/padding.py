@@ -16,14 +16,14 @@ def why_plain(
     """
     seen = mask.bool()
     if not torch.equal(mask, seen.to(mask.dtype)):
-        return "with an attention_mask of other values than 0 and 1"
+        return "with an attention_mask that has values other than 0 and 1"
     if not seen[:, -1].all() or (seen[:, :-1] & ~seen[:, 1:]).any():
-        return "with an attention_mask that hides more than padding to the left"
+        return "with an attention_mask that masks more than left padding"
     if held or (adapter.has_state and not hides_padding(model, adapter)):
-        return "with padding, on a cache or in a model whose states take it in"
+        return "with padding, on a cache or in a model whose states include padding"
     parts = model.get_decoder().modules()  # others read images, which may see all of themselves
     if any(getattr(part, "is_causal", True) is False for part in parts):
-        return "with padding, in a model whose attention is told to see later tokens"  # it does so without a mask
+        return "with padding, in a model whose attention is set to see later tokens"  # it does so without a mask
     if adapter.has_state and generation.prefill_chunk_size:  # one column is read as text
         return "with padding and prefill_chunk_size, in a model that keeps states"
     return None

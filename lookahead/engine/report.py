@@ -21,7 +21,7 @@ def report(engine: Lookahead) -> str:
         f"passes: {engine.passes}",
         f"attention: {attention_implementation(adapter.config)}, "
         + ("split into cache and step" if adapter.splits_attention else "with a dense mask"),
-        f"kernels: of our own on a CPU, for {native.CAPABILITY}" if is_ours else "kernels: torch's",
+        f"kernels: lookahead's, for {native.CAPABILITY}" if is_ours else "kernels: torch's",
         f"guesses: {'trees' if adapter.can_branch else 'single chains'}",
         f"sources: {', '.join(_described(engine, i) for i in range(len(engine.ledger.trials)))}",
         *engine.stats.by_source(),
@@ -33,7 +33,7 @@ def report(engine: Lookahead) -> str:
     reasons = list(adapter.given_up)
     reasons += [f"{what}: {reason}" for what, reason in engine.why_not_faster.items()]
     if missing is not None:
-        reasons.append(f"kernels of our own: {missing}")
+        reasons.append(f"lookahead's kernels: {missing}")
     if (slow := of_pools.why_missing()) is not None:
         reasons.append(f"n-gram pools in C++: {slow}")
     if engine.graphs is not None and engine.graphs.why_not is not None:
@@ -41,15 +41,15 @@ def report(engine: Lookahead) -> str:
     lines += [f"given up: {reason}" for reason in reasons]
     has_pool = any(isinstance(source, PoolSource) for source in engine.sources)
     if engine.lacks_bigrams and has_pool and adapter.can_branch:
-        lines.append("not made: bigrams, with which new pools begin (lookahead tune --bigrams)")
+        lines.append("missing: bigrams for new pools (made by lookahead tune --bigrams)")
     if not engine.config.pack_weights:
-        lines.append("not asked for: weights in fewer bits (pack_weights=True)")
+        lines.append("turned off: packed weights (pack_weights=True)")
     if not engine.config.cpu_kernels:
-        lines.append("not asked for: kernels of our own on a CPU (cpu_kernels=True)")
+        lines.append("turned off: lookahead's CPU kernels (cpu_kernels=True)")
     return "\n".join(lines)
 
 
 def _described(engine: Lookahead, source: int) -> str:
     """Name a source of the ledger, and say whether it is asked."""
     name = engine.ledger.names[len(Origin) + source]
-    return name if engine.ledger.is_asked(source) else f"{name} (pauses, for it did not pay)"
+    return name if engine.ledger.is_asked(source) else f"{name} (paused: it did not pay)"

@@ -53,13 +53,13 @@ def why_not(model: PreTrainedModel) -> str | None:
         for name, method in _methods(type(module)).items():
             changes = _CHANGES.keys() & set(method.__code__.co_names)
             if changes and not (name == "forward" and all(_CHANGES[how] & _looked_up(method) for how in changes)):
-                return f"{type(module).__name__} computes its state by functions that have no form over trees"
+                return f"{type(module).__name__} computes its state by functions that lookahead cannot apply to trees"
             is_known = is_known or bool(changes)
     if not is_known:
-        return "its layers keep their states elsewhere than in the cache"
+        return "its layers keep their states outside the cache"
     moved = next((m for m in model.modules() if replaces_forward(m)), None)
     if moved is not None:  # bound to the module itself, so it would run in the place of the copy
-        return f"the forward of its {type(moved).__name__} was replaced, as accelerate does it"
+        return f"the forward of its {type(moved).__name__} was replaced, as accelerate does"
     return None
 
 

@@ -58,10 +58,10 @@ class UsersCode:
             is_of_transformers = any(base.__module__.startswith("transformers.models.") for base in bases)
             of_loop = foreign.place.rsplit(".", 1)[-1] in OF_LOOP and is_of_transformers  # not of a model of users
             if of_loop or foreign.place.startswith(("transformers.cache_utils.", "transformers.generation.")):
-                return f"a model whose cache or loop is replaced ({foreign})"
+                return f"a model whose cache or loop was replaced ({foreign})"
         return next(
             (
-                f"a model whose attention is replaced ({foreign})"
+                f"a model whose attention was replaced ({foreign})"
                 for foreign in self._foreign
                 if self._sees_keys(foreign)
             ),

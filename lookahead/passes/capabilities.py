@@ -93,7 +93,7 @@ def choose_runner(
         fused = fused_runner(model, adapter, hidden_states, config.pack_weights)
         if isinstance(fused, FusedRunner):
             if size := fused.declined_bytes:
-                reasons["weights in fewer bits"] = (
+                reasons["packed weights"] = (
                     f"their copy would take {size / 1e9:.1f} GB (pack_weights=True makes it)"
                 )
             return fused, reasons

@@ -39,9 +39,9 @@ def what_training_changes(model: PreTrainedModel, adapter: ModelAdapter) -> str 
     if not model.training:  # parts of it that were added later, as adapters are
         return None
     if (unknown := unknown_part(model, state)) is not None:
-        return f"it is not known what {unknown} does"
+        return f"lookahead does not know what {unknown} does"
     if not has_page(model):
-        return f"it is not known what {type(model).__name__} does"
+        return f"lookahead does not know what {type(model).__name__} does"
     return once(model, ("in training", state.in_training), True, lambda: _try_in_training(model, adapter))
 
 

@@ -166,7 +166,7 @@ class FusedRunner(EagerRunner):
             attends = False
         takes_positions = adapter.takes_position_ids or adapter.biases_keys or by == "nothing"
         if not (attends and adapter.can_branch and adapter.uses_kernels and takes_positions):
-            raise UnknownModelError("it does not take our attention or our kernels")
+            raise UnknownModelError("it does not use our attention or our kernels")
         if native.why_missing() is not None:
             raise UnknownModelError("their C++ is missing")
         with self._packed.turn:
@@ -395,7 +395,7 @@ class FusedRunner(EagerRunner):
         ]
         most = max([max(positions[0].tolist()) for _, positions, _ in laid_out])
         if executor.positions is not None and most >= executor.positions:
-            raise UnknownModelError("its table of positions ends")
+            raise UnknownModelError("its table of positions is too short")
         commits = shown is not None
         rotary, kinds, rows, first = self._rotary_of(max(most, until - 1), executor), self.adapter.kinds, [], [0]
         count, temperatures = top_k
@@ -465,7 +465,7 @@ class FusedRunner(EagerRunner):
             longest = min([count, *(len(cos) for cos, _ in tables.values())])
             self._serves = range(self._serves.start, min(self._serves.stop, longest))
             if position not in self._serves:
-                raise UnknownModelError("its table of positions ends")
+                raise UnknownModelError("its table of positions is too short")
             self._rotary = tables
             self._rotary_watch = Watch([] if rotary is None else [rotary])  # longrope has replaced a buffer
         return self._rotary
@@ -512,7 +512,7 @@ def _page_of(model: PreTrainedModel, adapter: ModelAdapter) -> Page:
 
 def _executor_of(found: Program) -> Executor:
     if found.is_transposed:
-        raise UnknownModelError("its weights lie transposed, and a copy of them is not asked for (pack_weights)")
+        raise UnknownModelError("its weights are transposed, and they have no packed copy (pack_weights)")
     return Executor(found)
 
 

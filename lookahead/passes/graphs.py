@@ -114,7 +114,7 @@ def static_program(model: PreTrainedModel, adapter: ModelAdapter) -> Program:
     if not (found is None or found is attention.attend or is_own(found)) or (found and name == "eager"):
         raise UnknownModelError(f"its attention is computed by {found}, which transformers does not define")
     if page.placeholders():
-        raise UnknownModelError("some of its tokens stand for something else")
+        raise UnknownModelError("some of its tokens are placeholders")
     program = page.program()
     if (reason := static.why_not(program)) is not None:
         raise UnknownModelError(reason)
@@ -202,7 +202,7 @@ class StepGraphs:
             self._warn(str(error))
         except torch.OutOfMemoryError:
             self._forget()
-            self._give_up("there is no memory for their buffers")
+            self._give_up("there is not enough memory for their buffers")
         finally:
             self._lent = lent
             if lent is None:

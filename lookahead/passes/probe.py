@@ -165,7 +165,7 @@ def _compare_with_plain(runner: EagerRunner, trial: Trial) -> str | None:
         prompt = torch.tensor([text], device=device_of(runner.model))
         logits = runner.prefill(prompt, caches[-1], logits_to_keep=len(text)).logits
         if not _has_column_for_each(caches[-1], logits):
-            return "a pass leaves more or fewer positions in the cache than it has tokens"
+            return "a pass adds more or fewer positions to the cache than it has tokens"
         worst = max(worst, _error_beyond_rounding(runner, logits, plain))
     cache = runner.begin(runner.join(caches))
     for plan in trial.rounds:

@@ -134,7 +134,7 @@ def why_not(program: Program) -> str | None:
         if isinstance(one, op.Experts) and (
             one.is_apart or None in map(together, (one.experts[::2], one.experts[1::2]))
         ):
-            return "the weights of its experts lie apart"
+            return "the weights of its experts are not contiguous"
     if not all(one.fits() for one in program.operations):
         return "the shapes of its weights do not fit"
     wide = {id(tensor) for one in program.operations for tensor in one.wide()}
@@ -145,5 +145,5 @@ def why_not(program: Program) -> str | None:
     if not all(map(is_plain, program.tensors)):
         return "some of its weights are not plain tensors"
     if len({tensor.device for tensor in program.tensors}) > 1:
-        return "it is spread over several devices"
+        return "it is on several devices"
     return None

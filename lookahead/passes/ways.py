@@ -23,7 +23,7 @@ def try_ways(model: PreTrainedModel, cpu_kernels: bool) -> ModelAdapter:
     given_up: list[str] = []
     if cpu_kernels and state.users and (reason := state.users.why_no_kernels()) is not None:
         cpu_kernels = False
-        given_up.append(f"kernels of our own: {reason}")
+        given_up.append(f"lookahead's kernels: {reason}")
     adapter = replace(read_config(model), uses_kernels=cpu_kernels, foreign=tuple(map(str, state.foreign)))
     if (adapter.has_state or adapter.biases_keys) and (reason := why_no_branches(model)) is not None:
         given_up.append(f"trees: {reason}")
@@ -58,7 +58,7 @@ def try_ways(model: PreTrainedModel, cpu_kernels: bool) -> ModelAdapter:
         if reason is not None and cpu_kernels:
             without = replace(way, uses_kernels=False)
             if compare(EagerRunner(model, without)) is None:
-                given_up.append(f"kernels of our own: {reason}")
+                given_up.append(f"lookahead's kernels: {reason}")
                 way, reason = without, None
         if reason is None:
             capabilities.fused_runner(model, way, trials=trials)  # is probed now, so that the first text need not wait

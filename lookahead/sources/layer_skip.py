@@ -225,7 +225,7 @@ def _numbered(model: PreTrainedModel, module: nn.Module, number: int) -> nn.Modu
 
 def _copied(model: PreTrainedModel, module: nn.Module, children: dict[str, nn.Module]) -> nn.Module:
     if "forward" in vars(module):  # bound to the module itself, so it would run in the place of the copy
-        raise _unsupported(model, f"the forward of its {type(module).__name__} was replaced, as accelerate does it")
+        raise _unsupported(model, f"the forward of its {type(module).__name__} was replaced, as accelerate does")
     return copy_of_module(module, children)
 
 

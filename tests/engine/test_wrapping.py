@@ -148,7 +148,7 @@ def test_the_report_says_what_is_in_use_and_why_not_more(monkeypatch):
     assert report.splitlines()[:5] == [
         "passes: eager",
         "attention: sdpa, split into cache and step",
-        f"kernels: of our own on a CPU, for {native.CAPABILITY}",
+        f"kernels: lookahead's, for {native.CAPABILITY}",
         "guesses: trees",
         "sources: PoolSource, WindowSource",
     ]
@@ -158,7 +158,7 @@ def test_the_report_says_what_is_in_use_and_why_not_more(monkeypatch):
     report = model.lookahead.report()
     assert "given up: n-gram pools in C++: the C++ was never built here" in report
     assert "kernels: torch's" in report
-    assert "given up: kernels of our own: the C++ was never built here" in report
+    assert "given up: lookahead's kernels: the C++ was never built here" in report
     without = lookahead.wrap(small_llama())
     without.generate(IDS, **GREEDY)
     assert "given up: fused passes: their C++ is missing" in without.lookahead.report()
@@ -212,7 +212,7 @@ def test_a_mask_of_other_rows_is_refused_as_plain_decoding_refuses_it():
 
 
 def test_the_report_gives_no_reason_against_what_is_not_asked_for_any_more():
-    model = tiny_model("zaya")  # no page says what it computes
+    model = tiny_model("zaya")  # there is no program for it
     for cpu_kernels in (True, False):
         lookahead.wrap(model, LookaheadConfig(cpu_kernels=cpu_kernels, budget=4, window_size=0))
         model.generate(IDS, **GREEDY)

@@ -212,7 +212,7 @@ def test_registered_attention_computes_the_text(how, is_before):
             lookahead.wrap(model, CONFIG)
         assert text_of(model) == expected
         assert "passes: fused" not in model.lookahead.report()
-        assert "a model whose attention is replaced (" in model.lookahead.report()
+        assert "a model whose attention was replaced (" in model.lookahead.report()
     finally:
         for mapping in (registry, masks):
             mapping._local_mapping.pop("sdpa", None)
@@ -278,7 +278,7 @@ def test_attention_that_acts_in_long_texts_computes_the_text(last, how, is_befor
     if is_before:
         lookahead.wrap(model, CONFIG)
     assert text_of(model, max_new_tokens=110) == text_of(plain, max_new_tokens=110)
-    assert re.search(r"a model whose attention is replaced \(.*test_patched.py", model.lookahead.report())
+    assert re.search(r"a model whose attention was replaced \(.*test_patched.py", model.lookahead.report())
 
 
 def own_forward(model):

@@ -449,7 +449,7 @@ def test_other_calls_get_the_functions_of_transformers(monkeypatch):
 @pytest.mark.parametrize(
     ("model_type", "reason"),
     [
-        ("zamba", "ZambaMambaMixer computes its state by functions that have no form over trees"),
+        ("zamba", "ZambaMambaMixer computes its state by functions that lookahead cannot apply to trees"),
         ("zaya", "its cache keeps states in a LinearAttentionAndSlidingWindowAttentionLayer"),
     ],
 )

@@ -85,7 +85,7 @@ def test_without_dropout(family):
         ("mixtral", {"router_jitter_noise": 0.2}, "model.layers.0.mlp.jitter_noise is 0.2"),
         ("falcon", {"attention_dropout": 0.3}, "transformer.h.0.self_attention.attention_dropout.p is 0.3"),
         ("opt", {}, "model.decoder.dropout is 0.1"),
-        ("diffllama", {}, "it is not known what DiffLlamaForCausalLM does"),
+        ("diffllama", {}, "lookahead does not know what DiffLlamaForCausalLM does"),
     ],
 )  # fmt: skip
 def test_what_draws_at_random_is_named(family, settings, reason):
@@ -115,7 +115,7 @@ def test_a_hook_may_do_anything():
     handle = embedding.register_forward_hook(
         lambda module, _, output: output + torch.rand_like(output) if module.training else None
     )
-    check(model, {"input_ids": ids}, reason="it is not known what a hook on a Embedding does")
+    check(model, {"input_ids": ids}, reason="lookahead does not know what a hook on a Embedding does")
     handle.remove()
     check(model, {"input_ids": ids})
 
@@ -136,7 +136,7 @@ def test_checkpoints(family):
     [
         ({}, None),
         ({"lora_dropout": 0.1}, "model.layers.0.self_attn.q_proj.lora_dropout.default.p is 0.1"),
-        ({"use_dora": True}, "it is not known what peft.tuners.lora.dora.DoraLinearLayer.forward does"),
+        ({"use_dora": True}, "lookahead does not know what peft.tuners.lora.dora.DoraLinearLayer.forward does"),
     ],
 )
 def test_adapters(settings, reason):

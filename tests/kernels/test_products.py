@@ -470,7 +470,7 @@ def test_the_setting_turns_them_on_and_off(dtype, multiplied):
         got = model.generate(**embedded)
         assert bool(multiplied) == setting
         assert torch.equal(got, expected) or dtype != torch.float32
-        assert ("kernels: of our own" in model.lookahead.report()) == setting
+        assert ("kernels: lookahead's" in model.lookahead.report()) == setting
     lookahead.unwrap(model)
     multiplied.clear()
     assert torch.equal(model.generate(**embedded), expected)
@@ -486,9 +486,7 @@ def test_a_kernel_that_computes_something_else_is_found_by_the_probe(monkeypatch
     expected = model.generate(ids, **GREEDY)
     lookahead.wrap(model)
     assert torch.equal(model.generate(ids, **GREEDY), expected)
-    assert (
-        "given up: kernels of our own: custom masks, position_ids or cache are not honoured" in model.lookahead.report()
-    )
+    assert "lookahead's kernels: custom masks, position_ids or cache are not honoured" in model.lookahead.report()
 
 
 @pytest.mark.parametrize("graphs", [False, True])

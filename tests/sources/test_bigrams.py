@@ -99,7 +99,7 @@ def test_the_report_says_where_a_pool_could_have_begun_with_bigrams():
         (lookahead.wrap(tiny_model("llama").to(torch.bfloat16), source=JacobiSource(2)), False),
     ]:
         wrapped.generate(IDS, max_new_tokens=2, do_sample=False)
-        assert ("not made: bigrams" in wrapped.lookahead.report()) == misses
+        assert ("missing: bigrams" in wrapped.lookahead.report()) == misses
 
 
 def test_files_of_others_are_left_alone():

@@ -51,7 +51,7 @@ class Bloom(Llama):
     def heads(self, x: Value, layer: Any) -> Value:
         attention = self.own(layer.self_attention, "Attention")
         if attention.pretraining_tp > 1 and attention.slow_but_exact:
-            raise UnknownModelError("its products are added up in parts")
+            raise UnknownModelError("its products are summed in parts")
         joined, size = self.product(x, attention.query_key_value), attention.head_dim
         q, k, v = (self.select(joined, size, group=3, first=i) for i in range(3))
         attended = self.attend(

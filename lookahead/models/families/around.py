@@ -41,8 +41,8 @@ def page_of(model: Any) -> Page:
         if cls.__name__ in AROUND and cls.__module__.startswith("transformers.models."):
             return _page_around(model, cls)
     unknown = ", ".join(_unknown_parts(model))
-    missing = f"; of its parts, no operation computes {unknown}" if unknown else ""
-    raise UnknownModelError(f"no page says what {type(model).__name__} computes{missing}")
+    missing = f"; no operation computes its parts {unknown}" if unknown else ""
+    raise UnknownModelError(f"there is no program for {type(model).__name__}{missing}")
 
 
 def _unknown_parts(model: Any) -> list[str]:
@@ -67,7 +67,7 @@ def _page_around(model: Any, own: type) -> Page:
         page: Any = page_for(names[0]) if names else Page
         if issubclass(page, Llama):
             return _around(page)(model, own, outer, text, family)
-    raise UnknownModelError(f"no page says what {type(text).__name__}, its text model, computes")
+    raise UnknownModelError(f"there is no program for {type(text).__name__}, its text model")
 
 
 @cache

@@ -35,7 +35,7 @@ class Bert(Page):
         model = self.own(getattr(self.model, self.model_at), "Model")
         inner = self.own(self.inner, "Encoder")
         if inner.config.add_cross_attention:
-            raise UnknownModelError("its layers attend to an encoder, too")
+            raise UnknownModelError("its layers also attend to an encoder")
         x = self.output(self.embedding(self.own(model.embeddings, "Embeddings"), model))
         for i, layer in enumerate(self.layers(inner)):
             if layer.chunk_size_feed_forward:

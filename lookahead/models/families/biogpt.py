@@ -45,5 +45,5 @@ class XGLM(BioGpt):
 
     def write(self) -> None:
         if self.inner.config.add_cross_attention:
-            raise UnknownModelError("its layers attend to an encoder, too")
+            raise UnknownModelError("its layers also attend to an encoder")
         self.write_layers(self.model.lm_head)

@@ -35,7 +35,7 @@ class DeepseekV3(WithSharedExperts):
         q = self.rotary(self.select(q, size, group, fixed // size, turned // size), turned, name)
         makes = self._plain(attention.kv_b_proj, nn.Linear, DecodingLinear)
         if makes.bias is not None:
-            raise UnknownModelError("what makes its keys has a bias")
+            raise UnknownModelError("its key projection has a bias")
         weight = makes.weight
         sought = self._add(op.HeadProducts(unturned, Value(heads * latent), weight, heads, 0, is_transposed=True))
         q = self._add(op.Join(sought, Value(sought.width + q.width), q, heads))

@@ -24,7 +24,7 @@ class GPT2(Page):
     def write(self) -> None:
         inner = self.own(self.inner, "Model")
         if inner.config.add_cross_attention:
-            raise UnknownModelError("its layers attend to an encoder, too")
+            raise UnknownModelError("its layers also attend to an encoder")
         x = self.output(self.embed(inner.wte, positions=self._plain(inner.wpe, nn.Embedding)))
         for i, layer in enumerate(self.layers(inner)):
             if i:

@@ -194,5 +194,5 @@ class Mamba2(NemotronH):
 
     def layer(self, x: Value, layer: Any, name: str) -> Value:
         if layer.residual_in_fp32 and layer.norm.weight.dtype != torch.float32:
-            raise UnknownModelError("it adds up its layers in float32")
+            raise UnknownModelError("its residual stream is in float32")
         return self.add(x, self.mamba(self.norm(x, layer.norm), layer.mixer, name))

@@ -34,7 +34,7 @@ class Phimoe(Mixtral):
     def mlp(self, x: Value, mlp: Any) -> Value:
         router = self.own(mlp, "SparseMoeBlock").router
         if router.training:  # it draws experts, whatever its settings are
-            raise UnknownModelError("its layers are in training mode, and drop numbers")
+            raise UnknownModelError("its layers are in training mode and have dropout or noise")
         nearness = torch.tensor(2 * router.router_jitter_noise, dtype=router.weight.dtype, device="cpu").item()
         return self.experts(
             x, router, mlp.experts, adds_to_one=False, top_k=2, routing=Linear.of(router), rounds_steps=True,

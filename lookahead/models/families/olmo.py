@@ -14,7 +14,7 @@ class Olmo(Llama):
 
     def norm(self, x: Value, module: Any) -> Value:
         if self.own(module, "LayerNorm").normalized_shape != (x.width,):
-            raise UnknownModelError("its norms have another width than what they norm")
+            raise UnknownModelError("its norms have another width than their input")
         return self._add(op.Norm(x, Value(x.width), None, 1e-5, is_centered=True, size=x.width))
 
     def turned(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:

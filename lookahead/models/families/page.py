@@ -94,11 +94,11 @@ class Page:
         Raises UnknownModelError if the model, or a part of it, is not as transformers defines it.
         """
         if type(self.model).forward is not self._own.forward:
-            raise UnknownModelError(f"{type(self.model).__name__} has a forward of its own")
+            raise UnknownModelError(f"{type(self.model).__name__} has its own forward")
         if global_hooks_of_users():
             raise UnknownModelError("hooks are set on all modules")
         if self.model.training and any(getattr(self.model.config, name) for name in self.dropouts):
-            raise UnknownModelError("its layers are in training mode, and drop numbers")
+            raise UnknownModelError("its layers are in training mode and have dropout or noise")
         self._operations = []
         try:
             self._check(self.model)
@@ -165,7 +165,7 @@ class Page:
 
     def _check(self, module: Any) -> Any:
         if has_own_call(module):
-            raise UnknownModelError(f"a {type(module).__name__} has a hook or a forward of its own")
+            raise UnknownModelError(f"a {type(module).__name__} has a hook or its own forward")
         return module
 
     # -- operations --
@@ -258,7 +258,7 @@ class Page:
             raise UnknownModelError("its attention is not causal")
         rate = getattr(attention, dropout) if dropout else 0
         if attention.training and getattr(rate, "p", rate):
-            raise UnknownModelError("its attention is in training mode, and drops weights")
+            raise UnknownModelError("its attention is in training mode and has dropout")
         layer, size = attention.layer_idx if layer is None else layer, size or attention.head_dim
         scaling = float(attention.scaling if scaling is None else scaling)
         if cap == 0:
