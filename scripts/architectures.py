@@ -222,7 +222,7 @@ def summary(rows: list[dict]) -> str:
     identical = f"identical {counts['identical']} ({trees} by trees, {counts['identical'] - trees} by chains)"
     fused = sum(row["passes"] == "fused" for row in rows)
     others = [f"{result} {counts[result]}" for result in RESULTS if result != "identical"]
-    return ", ".join([identical, *others, f"in passes of one call {fused}"])
+    return ", ".join([identical, *others, f"fused passes {fused}"])
 
 
 def markdown(rows: list[dict], environment: dict) -> str:
@@ -237,9 +237,9 @@ def markdown(rows: list[dict], environment: dict) -> str:
     return f"""# Architectures
 
 Every model type of transformers' causal-LM mapping ({len(rows)}), as a tiny random float32 model with every kind of
-layer of its family. A prompt of {len(PROMPT)} tokens and {NEW_TOKENS} new ones outgrow its sliding windows and
+layer of its family. A prompt of {len(PROMPT)} tokens and {NEW_TOKENS} new ones are longer than its sliding windows and
 chunks, which have {" and ".join(map(str, WINDOW_SIZES))} tokens in turn. Other shapes (few positions, other head
-counts and widths, the default `is_decoder`) are tried too, if they can be built. The table shows each family's worst
+counts and widths, the default `is_decoder`) are also tried, if they can be built. The table shows each family's worst
 result:
 
 {meanings}
@@ -250,9 +250,9 @@ result:
 
 {versions}
 
-Passes are those on a CPU: a call of our C++ each, or why not.
+The column of passes says whether they are fused on a CPU, or why not.
 
-Tokens per step are of the greedy and of the sampled text. A trained model will have others.
+Tokens per step are those of the greedy and of the sampled text. A trained model has others.
 
 {table(columns, cells)}
 """

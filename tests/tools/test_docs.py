@@ -331,7 +331,7 @@ def test_the_report_that_the_page_shows():
 
 def test_figures_beside_other_methods_stand_in_the_benchmarks():
     page, known = DOCS / "peers.md", (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
-    _, measured = page.read_text(encoding="utf-8").split("## What has been measured here")
+    _, measured = page.read_text(encoding="utf-8").split("## Measurements")
     figures = re.findall(r"\d+\.\d\d", measured)
     assert len(figures) > 20
     assert [figure for figure in figures if figure not in known] == []
