@@ -15,8 +15,8 @@ STRATEGIES = ("lookahead", "jacobi")
 class LookaheadConfig:
     """Settings of a wrapped model. They change how long a text takes, not the text.
 
-    In half precision, however, each of them can change the order of a sum, and so which of two nearly tied tokens is
-    written.
+    In half precision, however, each setting can change the order of a sum, and so decide between two nearly tied
+    tokens.
 
     Raises ValueError for a value out of range, or if a pass would have more than MAX_ROWS rows of one sequence.
     """
@@ -26,40 +26,40 @@ class LookaheadConfig:
     guesses what the last step chose at the same positions (Santilli et al. 2023, arXiv 2305.10427)."""
 
     budget: int | Literal["auto"] = AUTO
-    """Most guesses verified in a step, below MAX_ROWS; 0 guesses nothing. ``auto``: in each step, the number that gains
-    the most tokens per second (`budget.Pace`). With ``jacobi``, the positions of the block; ``auto`` is 16."""
+    """Most guesses that a step verifies, below MAX_ROWS; 0 makes no guesses. ``auto``: in each step, the number that
+    gains the most tokens per second (`budget.Pace`). With ``jacobi``, the positions of the block; ``auto`` is 16."""
 
     window_size: int | Literal["auto"] = AUTO
     """W, the columns of the Jacobi window, below MAX_ROWS; 0 turns it off. ``auto``: the window is tried now and then,
-    and kept where it pays (`budget.WindowTrials`). No effect with ``jacobi``."""
+    and used while it pays (`budget.WindowTrials`). No effect with ``jacobi``."""
 
     ngram_size: int | Literal["auto"] = AUTO
     """N, the length of the window's n-grams, in 2..MAX_NGRAM_SIZE; the window has N - 1 rows. ``auto``: NGRAM_SIZE for
     a window whose size is given, otherwise tried together with the size."""
 
     pool_memory_mb: float = 16
-    """Size in MiB of the pool that the wrap makes (`NgramPool`). No effect if a pool is given, or the model has
-    one from an earlier wrap."""
+    """Size in MiB of the pool that `wrap` makes (`NgramPool`). No effect if you pass a pool, or if the model has one
+    from an earlier wrap."""
 
     cpu_kernels: bool = True
-    """Whether passes on a CPU use this package's kernels: a whole pass in one call for models built like Llama
-    (`passes.fused`), products and attention for others. They round differently from torch's. No effect on other
-    devices."""
+    """Whether passes on a CPU use this package's kernels: fused passes for families that have them (`passes.fused`),
+    products and attention for others. They round differently from torch's. No effect on other devices."""
 
     pack_weights: bool | Literal["auto"] = AUTO
-    """Whether passes that are one call read the weights from a copy that holds the same numbers in fewer bits
-    (`cpu.blocks`): bf16 numbers in 12 bits, those of GGUF files in the bits of the file. ``auto``: where the copy takes
-    at most half as much as the weights, or at most 1 GiB. False is for calls in which a few weights are written to in
-    place by way of ``.data`` or numpy: only the next call is certain to see that."""
+    """Whether fused passes read the weights from a packed copy, which has the same numbers in fewer bits
+    (`cpu.blocks`): bf16 in 12, GGUF files in as many as their format has. ``auto``: if the copy takes at most half as
+    much memory as the weights, or at most 1 GiB. Set False if you write to a few weights in place through ``.data`` or
+    numpy within a call: with a copy, only the next call is certain to notice that."""
 
     allow_row_dependent: bool = False
-    """Whether to decode models whose logits depend on the other rows of a pass by more than rounding, as they do where
-    activations are quantized in each pass. The texts of such models differ from plain decoding's."""
+    """Whether to decode models whose logits depend on the other rows of a pass by more than rounding, for example
+    because they quantize activations in each pass. The texts of such models differ from plain decoding's."""
 
     cuda_graphs: bool = False
-    """Whether steps are replayed as CUDA graphs (`passes.graphs`), so that a GPU need not launch each kernel anew. Only
-    for single sequences, and for models on one GPU whose family has a page (`models.families`) and whose layers keep no
-    state; others run without. A KV cache as long as the longest text so far stays on the GPU between calls."""
+    """Whether steps are replayed as CUDA graphs (`passes.graphs`), so that a GPU need not launch each kernel again.
+    Only for single sequences of models on one GPU whose family has fused passes (`models.families`) and whose layers
+    keep no state; others run without graphs. A KV cache as long as the longest text so far stays on the GPU between
+    calls."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.pack_weights, bool) and self.pack_weights != AUTO:  # 1 == True, but is not True

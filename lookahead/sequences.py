@@ -26,12 +26,12 @@ __all__ = ["RecordingStreamer", "Sequences", "seeded"]
 
 
 class Sequences:
-    """Texts that a wrapped model decodes at the same time, each as `generate` writes it alone.
+    """Continuous batching: texts that a wrapped model decodes together, each as `generate` would write it alone.
 
-    A pass takes little longer over several texts than over one. So each step runs one pass for all texts under way, as
-    far as passes are fused, and each text goes as far as its own guesses get it.
+    A pass over several texts takes little longer than over one. So each step runs one pass for all running texts, if
+    passes are fused, and each text advances as far as its own guesses were right.
 
-    Any thread may submit and cancel; one at a time may step.
+    Any thread may submit and cancel; only one at a time may step.
     """
 
     def __init__(self, model: PreTrainedModel):
@@ -40,10 +40,10 @@ class Sequences:
             raise TypeError(f"{type(model).__name__} is not wrapped: call lookahead.wrap(model) first")
         self._model = model
         self._submitted: deque[_Text] = deque()
-        self._texts: list[_Text] = []  # that have begun, in their order
+        self._texts: list[_Text] = []  # running texts, in their order
         self._canceled: deque[Future] = deque()
-        self._ledgers: dict[tuple[type, ...], Ledger] = {}  # what sources of texts have earned, by their classes
-        self._seconds = 0.0  # that the last step has taken
+        self._ledgers: dict[tuple[type, ...], Ledger] = {}  # gains of texts' own sources, by their classes
+        self._seconds = 0.0  # of the last step
         self._stepping = threading.Lock()
 
     def __len__(self) -> int:
@@ -59,18 +59,18 @@ class Sequences:
         streamer: BaseStreamer | None = None,
         **options: Any,
     ) -> Future:
-        """Have a text decoded in the coming steps. Returns a future of what `generate` returns, or raises.
+        """Decode a text in the next steps. Returns a future of the result or error of `generate`.
 
         input_ids: int64 [1, n]; or [texts, n], of texts that begin together.
         seed: a text is sampled as after ``torch.manual_seed(seed)``, the next one of several as after seed + 1. By
             default, torch draws a number now.
-        source: further sources of guesses, for this text alone.
-        streamer: as `generate` takes it. A RecordingStreamer is shown the steps, too.
-        options: other arguments of `generate`. With ``prefill_chunk_size``, a step reads so many tokens of a prompt, so
-            that a long one does not hold up the other texts; by default, it reads all of one prompt.
+        source: more sources of guesses, only for this text.
+        streamer: as for `generate`. A RecordingStreamer also gets the steps.
+        options: other arguments of `generate`. With ``prefill_chunk_size``, a step prefills this many tokens of a
+            prompt, so that a long prompt does not block the other texts; by default, it prefills a whole prompt.
 
-        Raises ValueError for ``custom_generate`` and ``assistant_model``. A text that is left to the model's own
-        decoding (`Lookahead.report`) is written in one step.
+        Raises ValueError for ``custom_generate`` and ``assistant_model``. If the model's own decoding serves a text
+        (`Lookahead.report`), it is written in one step.
         """
         for name in ("custom_generate", "assistant_model"):
             if options.get(name) is not None:
@@ -84,11 +84,11 @@ class Sequences:
         return text.future
 
     def portion(self, most: int) -> int | None:
-        """Return a ``prefill_chunk_size`` of ``most`` tokens at most, by which a text does not depend on where portions
-        begin: on what an earlier call has left of its prompt, for example.
+        """Return a ``prefill_chunk_size`` of at most ``most`` tokens, with which a text does not depend on where
+        chunks begin, for example on which part of its prompt is already cached.
 
-        Passes of our own round a row alike in any company, so it is a number of tokens that one of them reads. None if
-        such passes read no prompts: they are then to be read as a whole.
+        It is a number of tokens that a fused pass can prefill, because fused passes round a row the same in any
+        company. None if fused passes cannot prefill: prompts must then be prefilled whole.
         """
         engine = engine_of(self._model)
         if engine.adapter is None:
@@ -103,14 +103,14 @@ class Sequences:
             self._canceled.append(future)
 
     def step(self, weights_may_change: bool = True) -> bool:
-        """Begin texts that were submitted, and read portions of their prompts; then take a step of all others.
+        """Start submitted texts and prefill chunks of their prompts; then run a step of all others.
 
-        Prompts are read in the order of their texts: one portion, and further ones for as long as the last step took.
-        So no text waits for its first token for more than twice the time that its prompt and those before it take,
-        unless portions are missing (``prefill_chunk_size``).
+        Prompts are prefilled in the order of their texts: one chunk, and more for as long as the last step took.
+        So no text waits longer for its first token than twice the time of its prompt and earlier ones, unless prompts
+        have no chunks (``prefill_chunk_size``).
 
-        weights_may_change: whether the model may have changed since the last step. False saves half a millisecond:
-            a change is then seen within a few steps.
+        weights_may_change: whether the model may have changed since the last step. False saves half a millisecond;
+            a change is then noticed within a few steps.
 
         Returns whether there are texts that have not ended. Raises RuntimeError if another thread steps. An interrupt
         (KeyboardInterrupt) ends all texts.
@@ -134,7 +134,7 @@ class Sequences:
                 for text, output in zip(live, run_together(wanted, weights_may_change), strict=True):
                     text.go_on(output)
                 self._seconds = perf_counter() - began
-        except BaseException as error:  # an interrupt, after which nobody knows how far the texts are
+        except BaseException as error:  # an interrupt: how far the texts are is unknown
             for text in self._texts:
                 text.end(error)
             raise
@@ -164,7 +164,7 @@ class Sequences:
         streamer: BaseStreamer | None,
         options: dict,
     ) -> Decoding:
-        """Return the call that generate() has prepared."""
+        """Return the call that generate() prepared."""
         engine, model = engine_of(self._model), self._model
         own = engine
         if sources:
@@ -187,7 +187,7 @@ class Sequences:
 
 
 def _counted(engine: Lookahead, own: Lookahead, call: Decoding) -> Decoding:
-    """Have the call of an engine that has further sources count as one of ``engine``."""
+    """Count the call of an engine with more sources as a call of ``engine``."""
     with engine.call():
         try:
             return (yield from call)
@@ -201,7 +201,7 @@ class _Text:
     def __init__(self, begin: Callable[[], Decoding]):
         self.future: Future = Future()
         self.wanted: Pass | None = None
-        """The pass that comes next; None until the prompt is read."""
+        """The next pass; None until the prompt is prefilled."""
         self._begin = begin
         self._call: Decoding | None = None
 
@@ -214,7 +214,7 @@ class _Text:
         return self.wanted is not None and not self.future.done()
 
     def go_on(self, output: Output | Exception | None = None) -> None:
-        """Go on until a pass is wanted, or until a portion of the prompt is read. output: of the last pass."""
+        """Continue until the next pass of a step, or until a chunk is prefilled. output: of the last pass."""
         if isinstance(output, Exception):
             return self.end(output)
         try:
@@ -226,7 +226,7 @@ class _Text:
             self.end(error)
 
     def end(self, error: BaseException) -> None:
-        """Fail with this error, and leave everything as it was. No effect once it has ended."""
+        """Fail with this error, and clean up. No effect once the text has ended."""
         if self._call is not None:
             self._call.close()
         if not self.future.done():
@@ -235,7 +235,7 @@ class _Text:
 
 @contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Seed torch's generators for the block. Afterwards they are as they were."""
+    """Seed torch's generators within the block, and restore them afterwards."""
     with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
         torch.manual_seed(seed)
         yield

@@ -26,14 +26,14 @@ class SourceStats:
     accepted: int = 0
     """Accepted guesses that it had proposed, alone or with others."""
     earned: int = 0
-    """Tokens that the steps would not have written without it, as far as can be told: the guesses of the other sources
-    are followed along the text as far as the step went."""
+    """Estimated tokens that the steps would not have written without it: the guesses of the other sources are
+    followed along the text as far as the step went."""
     seconds: float = 0.0
     """Wall-clock time that it took to propose and to observe."""
 
     @property
     def rate(self) -> float:
-        """Tokens earned per second of the source's own time."""
+        """Tokens gained per second of the source's own time."""
         return self.earned / self.seconds if self.seconds else 0.0
 
     def __str__(self) -> str:
@@ -54,7 +54,7 @@ class Stats:
     """Counts and times of decoding. The statistics of several calls add up."""
 
     plain: str = ""
-    """Why the model's own decoding took this call over, or "". Nothing else is counted then."""
+    """Why the model's own decoding served this call, or "". Nothing else is counted then."""
     calls: int = 0
     """Calls decoded by lookahead."""
     sequences: int = 0
@@ -62,7 +62,7 @@ class Stats:
     steps: int = 0
     """Passes after the prefill."""
     sequence_steps: int = 0
-    """Steps, each counted once for every sequence that it serves."""
+    """Steps, each counted once for every sequence in it."""
     tokens: int = 0
     """Tokens emitted, including the one that each sequence's prefill yields."""
     guesses: int = 0
@@ -71,7 +71,7 @@ class Stats:
     """Tokens of the Jacobi window computed."""
     accepted: Counter = field(default_factory=Counter)
     """Accepted guesses. The pool's are counted by the origin of their evidence: prompt, text, logits, jacobi or file;
-    those of another source by the name of its class, with a 2 behind for a second one of that class."""
+    those of another source by the name of its class, with a 2 appended for a second one of that class."""
     sources: dict[str, SourceStats] = field(default_factory=dict)
     """What each source of guesses did, by the same names."""
     accepted_per_step: Counter = field(default_factory=Counter)
@@ -121,7 +121,7 @@ class Stats:
         return 1 - self.seconds["forward"] / total if total else 0.0
 
     def source(self, name: str) -> SourceStats:
-        """Return the statistics of the source of this name, to count in."""
+        """Return the statistics of the source of this name, for adding counts."""
         return self.sources.setdefault(name, SourceStats())
 
     def __iadd__(self, other: "Stats") -> "Stats":

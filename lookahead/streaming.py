@@ -24,9 +24,9 @@ def stream(
     """Yield the text that ``model.generate`` writes after ``prompt``, in pieces (str), as it writes them.
 
     Joined, the pieces are ``tokenizer.decode(new_ids, skip_special_tokens=True)``. A wrapped model decodes by
-    lookahead, any other model as usual. generate() runs in its own thread, which starts when the first piece is asked
-    for. Both end at the next token once the iterator is closed, its loop is left or Ctrl-C is pressed. Errors of
-    generate() are raised here.
+    lookahead, any other model as usual. generate() runs in its own thread, which starts with the first piece. Both end
+    at the next token after the iterator is closed, its loop is left or Ctrl-C is pressed. Errors of generate() are
+    raised here.
 
     prompt: a text; or messages (dicts with ``role`` and ``content``) for the tokenizer's chat template, where a last
         message of the assistant is continued; or a tokenizer's output, with ``input_ids``, int64 [1, n].
@@ -127,7 +127,7 @@ class StopWhenAsked(NewTokensCriterion):
 class TextPieces:
     """Decodes tokens into pieces of text as they come. Joined, the pieces are the text of all tokens decoded together.
 
-    transformers' TextStreamer decodes each line by itself, so spaces are lost where a tokenizer drops a first space. It
+    transformers' TextStreamer decodes each line separately, so spaces are lost if a tokenizer drops a first space. It
     also holds words back until the next space.
     """
 

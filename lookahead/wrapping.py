@@ -111,21 +111,21 @@ def wrap(
 ) -> PreTrainedModel:
     """Make ``model.generate`` decode by lookahead, with the same signature and the same result; returns ``model``.
 
-    Wrapping runs a few tokens through the model, to see whether it can be decoded so. Only the decoding loop changes:
-    weights, gradients and all other uses of the model stay as they are.
-    The model itself decodes in the modes that lookahead does not cover (beam search, prompt lookup, encoder-decoders),
-    with one warning. An ``assistant_model`` given to ``generate`` is one more source of guesses (`DraftModelSource`).
+    Wrapping tests the model with a few tokens. Only the decoding loop changes: weights, gradients and all other uses of
+    the model stay the same. The model's own decoding serves calls that lookahead does not support (beam search, prompt
+    lookup, encoder-decoders), with one warning. An ``assistant_model`` of ``generate`` is one more source of guesses
+    (`DraftModelSource`).
     A wrapped model can be wrapped again: a new ``config``, ``pool`` or ``source`` replaces the old one.
     The base model of a PEFT model is wrapped.
 
     config: settings.
-    pool: evidence to use and to add to, for the life of the wrap; default: a new pool, which begins with the model's
-        bigrams if `lookahead tune --bigrams` has kept them.
+    pool: the pool to guess from and to learn in, while the model is wrapped; default: a new pool, which starts from the
+        model's bigrams if `lookahead tune --bigrams` has stored them.
     source: one `GuessSource`, or several, whose guesses make one tree; default: the pool and its Jacobi window. In a
         list, `PoolSource()` stands for the pool.
 
     Raises TypeError if ``model`` cannot generate. Raises UnsupportedModelError, which names the layer, if lookahead
-    could not give the model's own text. Raises RuntimeError while the model decodes, in any thread.
+    would change the model's text. Raises RuntimeError while the model decodes in any thread.
     """
     if hasattr(model, "get_base_model"):
         wrap(model.get_base_model(), config, pool, source)  # type: ignore[operator]  # a method
@@ -163,7 +163,7 @@ def wrap(
 
 
 def _prepare(model: PreTrainedModel, engine: Lookahead) -> None:
-    """Try the model with the engine's settings, and attach the engine to it."""
+    """Test the model with the engine's settings, and attach the engine to it."""
     before = _engine(model)
     _use_kernels(model, engine.config.cpu_kernels)
     try:
@@ -187,7 +187,7 @@ def _use_kernels(model: PreTrainedModel, uses_them: bool) -> None:
 def unwrap(model: PreTrainedModel) -> PreTrainedModel:
     """Undo `wrap`, and return the model. A model that is not wrapped stays as it is.
 
-    Raises RuntimeError while the model decodes, in any thread.
+    Raises RuntimeError while the model decodes in any thread.
     """
     if hasattr(model, "get_base_model"):
         unwrap(model.get_base_model())  # type: ignore[operator]  # a method
