@@ -5,29 +5,29 @@ import torch
 from lookahead.cpu import choice
 from lookahead.engine.draws import KNOWN_DRAWS, Race, copy_of, drawing
 
-MOST_STATES = 2048  # of 5 kB, that a batch keeps for the sequences that are behind; others are found once more
+MOST_STATES = 2048  # of 5 kB, stored for sequences that are behind; others are computed again
 
 
 class BatchDraws:
-    """What plain decoding of a batch draws, for sequences that go at their own pace.
+    """The draws of plain decoding of a batch, for sequences that advance independently.
 
-    For each token, plain decoding draws the variates of all sequences at once, one after the other, of those that have
-    ended, too. So those of token t of sequence b are drawn from torch's generator behind (t * sequences + b) *
-    vocabulary others, whatever the texts say.
+    For each token, plain decoding draws the variates of all sequences at once, in order, even of those that have
+    ended. So torch's generator draws those of token t of sequence b after (t * sequences + b) * vocabulary others,
+    whatever the texts are.
     """
 
     def __init__(self, sequences: int):
         self._sequences, self._vocabulary = sequences, 0
         self._live = set(range(sequences))
-        self._next = 0  # the place of the next of all draws
-        self._states: dict[int, torch.Tensor] = {}  # before draws that nobody has asked for yet, by place
+        self._next = 0  # the index of the next draw among all draws
+        self._states: dict[int, torch.Tensor] = {}  # before draws that were not requested yet, by index
         self._starts: dict[int, torch.Tensor] = {}  # before all draws of a token
         self._asked = [0] * sequences  # tokens
         # States: before the next of all draws, and of torch's generator.
         self._frontier = self._left = torch.empty(0, device="cpu")
 
     def _seize(self, vocabulary: int) -> None:
-        """Take torch's generator over. Whoever draws meanwhile, in another thread, is given other numbers."""
+        """Take over torch's generator. Other threads that draw meanwhile get other numbers."""
         with drawing:
             generator, self._vocabulary = torch.default_generator, vocabulary
             self._frontier = generator.get_state()
@@ -39,7 +39,7 @@ class BatchDraws:
         return [RaceInBatch(self, b) for b in range(self._sequences)]
 
     def before(self, token: int, sequence: int, vocabulary: int) -> torch.Tensor:
-        """Return the generator's state before a draw; each is asked for once, in the order of a sequence's tokens."""
+        """Return the generator's state before a draw. Request each once, in the order of a sequence's tokens."""
         if not self._vocabulary:
             self._seize(vocabulary)
         self._asked[sequence] = token
@@ -53,14 +53,14 @@ class BatchDraws:
         return state
 
     def leave(self, sequence: int) -> None:
-        """Keep nothing more for a sequence, which has ended."""
+        """Drop the states of a sequence that has ended."""
         self._live.discard(sequence)
         self._states = {place: state for place, state in self._states.items() if place % self._sequences != sequence}
 
-    def end(self, tokens: int) -> None:
-        """Leave torch's generator as plain decoding leaves it after this many tokens of each sequence.
+    def set_generator_after(self, tokens: int) -> None:
+        """Set torch's generator to its state in plain decoding after this many tokens of each sequence.
 
-        No sequence has drawn more than KNOWN_DRAWS beyond them. If another thread has used it, it stays as it is.
+        No sequence has drawn more than KNOWN_DRAWS beyond them. If another thread has used it, it does not change.
         """
         if not self._vocabulary:
             return
@@ -101,7 +101,7 @@ class RaceInBatch(Race):
         return self._draws.before(self._asked - 1, self._sequence, self.vocabulary)
 
     def _check(self) -> None:
-        """Leave the next draw behind if torch has drawn the last token, from the state that was left for it."""
+        """Skip the next draw if torch has drawn the last token from the state that was set for it."""
         if self.generator.get_state().numpy().tobytes() != self._states[0].numpy().tobytes():
             if len(self._states) == 1:
                 self._states.append(self._before_next())

@@ -33,29 +33,31 @@ if TYPE_CHECKING:
     from lookahead.engine.batch_draws import BatchDraws
     from lookahead.engine.callers_cache import CallersCache
 
-ROOM = 4096  # positions beyond the prompt that a cache allocates at once, at most
-# Tokens that a pass may compute again. If there are more, a step without guesses clears them: it is accepted whole.
+ROOM = 4096  # most positions beyond the prompt that a cache allocates at once
+# Tokens that a pass may compute again. If there are more, a step without guesses clears them: all its rows are
+# accepted.
 MAX_REPLAYED = 8
 MIN_PROBABILITY = 0.002  # a less likely guess is not worth a row of the pass
-# Where states are restored, a rejection costs computing the accepted tokens again. So a chain must be accepted whole.
+# If states are restored, a rejection means computing accepted tokens again. So all of a chain must be likely.
 MIN_PROBABILITY_WITH_STATE = 0.2
 
 Decoding = Generator[Pass | None, Output, torch.Tensor | ModelOutput]
-"""A call under way. Yields each pass of a step, to be sent its output, and None between passes over prompts."""
+"""A running call. Yields each pass of a step and receives its output; yields None between passes of prefills."""
 
 
 class RecordingStreamer(BaseStreamer):
-    """A streamer that is shown the steps of a call, too."""
+    """A streamer that also gets the steps of a call."""
 
     streamer: BaseStreamer | None = None
-    """It is shown the tokens as well."""
+    """It also gets the tokens."""
 
     def begin(self, names: list[str], stats: Stats) -> None:
-        """See that lookahead decodes the call. names: of what accepted guesses are counted for. stats: of the call."""
+        """Called if lookahead decodes the call. names: to count accepted guesses under. stats: of the call."""
         raise NotImplementedError
 
     def record(self, length: int, step: Step, tree: GuessTree, path: list[int], emitted: list[int]) -> None:
-        """See a step. length: positions committed before it. tree: its guesses. path, emitted: of `Outcome`."""
+        """Called after a step. length: positions committed before it. tree: its guesses. path, emitted: of
+        `Outcome`."""
         raise NotImplementedError
 
 
@@ -75,9 +77,9 @@ class Call:
         streamer: BaseStreamer | None,
         callbacks: Sequence[object],
     ):
-        """rules: one for each sequence, or one for all. draws: what the rules draw from, if that is to be ended.
+        """rules: one for each sequence, or one for all. draws: what the rules draw from, if it must be finished.
 
-        callbacks: what is called between passes.
+        callbacks: called between passes.
         """
         self.stats = Stats(calls=1, sequences=len(ids))
         self._engine, self._rules, self._draws, self._streamer = engine, rules, draws, streamer
@@ -112,17 +114,17 @@ class Call:
         self._trials = windows.trials if windows else None
         self._most_rows = 1 + self._budget.max_guesses + (windows.max_rows if windows else 0)  # of a sequence in a step
         self._batch = Batch(self._texts, temperature, vocabulary_of(model), engine.pool, pace is not None)
-        self._asked: Combined | PoolAlone = self._source  # in the step under way
+        self._asked: Combined | PoolAlone = self._source  # in the current step
         self._rests = self._is_spoiled = self._is_changed = False
         self._company: Company | None = None  # of the last pass
         self._own_rows = 0  # in it
-        self._length = 0  # of the texts before the step under way, on average
+        self._length = 0  # of the texts before the current step, on average
 
     def decode(self) -> Decoding:
-        """Return what generate() returns. Yields None at once, when it counts as a call under way.
+        """Return what generate() returns. First yields None; from then on it counts as a running call.
 
-        A cache that was passed in and outlives the call ends as plain decoding leaves it: with all of the text but the
-        last token. If the call fails, the cache holds what it held before.
+        A cache that was passed in and outlives the call ends as in plain decoding: with all of the text except the
+        last token. If the call fails, the cache is unchanged.
         """
         with self._engine.call():
             yield None
@@ -135,7 +137,7 @@ class Call:
                 self._budget.flush()
                 self._engine.add(self.stats)
                 if self._draws is not None:
-                    self._draws.end(max(rule.ids.shape[1] for rule in self._rules) - self._width)
+                    self._draws.set_generator_after(max(rule.ids.shape[1] for rule in self._rules) - self._width)
             if self._streamer is not None:
                 self._streamer.end()
             return self._result(ids)
@@ -149,7 +151,7 @@ class Call:
             while live := [number + sequence for number, rule in enumerate(rules) for sequence in rule.live]:
                 if live != active:
                     if callers:
-                        callers.take({b: i for i, b in enumerate(active) if b not in live}, self._cache)
+                        callers.collect({b: i for i, b in enumerate(active) if b not in live}, self._cache)
                     going_on = [active.index(b) for b in live]
                     self._cache.select(going_on)
                     self._source.select(going_on)
@@ -160,7 +162,7 @@ class Call:
                 self._budget.pace.costs.save()
             ids = _padded([rule.ids for rule in rules], self._generation)
             if callers:
-                callers.take({b: i for i, b in enumerate(active)}, self._cache)
+                callers.collect({b: i for i, b in enumerate(active)}, self._cache)
                 paddings = [prompt.padding for prompt in self._prompts]
                 callers.fill(self._runner, self._starts, ids[:, self._width :], paddings)
             return ids
@@ -232,7 +234,7 @@ class Call:
         self._count(outcome, chosen, times)
 
     def _guess(self, texts: list[list[int]], last: list[int]) -> tuple[Limits, list[GuessTree]]:
-        """Return all guesses for the next step, and the limits that they keep. last: as for `EagerRunner.run`."""
+        """Return all guesses for the next step, and their limits. last: as for `EagerRunner.run`."""
         budget, cache = self._budget, self._cache
         self._length = length = average_length(texts)
         self._rests = budget.rests
@@ -263,7 +265,7 @@ class Call:
         return [lay_out(text[-1], tree, rows) for text, tree, rows in planned], chosen
 
     def _look_at(self, output: Output, sequences: int) -> None:
-        """See what has shared the pass, and whether a guess has spoiled it, so that it is to be repeated."""
+        """Note which calls shared the pass, and whether a guess has spoiled it, so that it must be repeated."""
         logits, self._company = output.logits, output.company
         self._own_rows = len(logits)
         # A guess that overflows also spoils rows that do not see it, for 0 x NaN is NaN. Repeat without guesses.
@@ -274,7 +276,7 @@ class Call:
         self._is_spoiled = can_be_spoiled and bool(has_nan)
 
     def _learn(self, outcome: Outcome, chosen: list[GuessTree]) -> None:
-        """Show the outcome to the sources, and count the tokens that the step has earned."""
+        """Pass the outcome to the sources, and count the tokens that the step gained."""
         self._asked.observe(outcome)
         paid, length = self._asked.paid_seconds, self._length
         self._budget.count(chosen, outcome, length, paid, self._rests, self._company)
@@ -304,7 +306,7 @@ class Call:
         if self._budget.pace and not (self._rests or self._is_changed):
             length, in_pass, sequences = self._length, times[2] - times[1], len(outcome.steps)
             overhead = time.perf_counter() - times[0] - in_pass - self._asked.paid_seconds
-            if (company := self._company) is not None:  # what other threads do meanwhile is no overhead of this call
+            if (company := self._company) is not None:  # the time of other threads is no overhead of this call
                 self._budget.time(company.rows, length, company.seconds, None, company.sequences)
             else:
                 self._budget.time(len(outcome.logits), length, in_pass, max(overhead, 0.0), sequences)
@@ -315,7 +317,7 @@ class Call:
             self.stats.seconds[stage] += ended - began  # type: ignore[assignment]  # of seconds
 
     def _leave_to_model(self) -> None:
-        """Let the model's own code compute all further tokens one by one: it is no longer what was tried."""
+        """Let the model's own code compute all further tokens one by one, because the tested model has changed."""
         self._is_changed, self._watched = True, None
         runner = self._runner
         self._runner, self._cache = runner.eager(self._cache)
@@ -330,7 +332,7 @@ class Call:
 
 
 def _callers_cache(theirs: Cache | None, generation: GenerationConfig) -> "CallersCache | None":
-    """What stands for the cache that generate() was given or has made; None if it is empty and nobody sees it later."""
+    """Return what represents generate()'s cache; None if that is empty and not used after the call."""
     outlives = generation.return_dict_in_generate or compat.is_callers_own(theirs)
     if theirs is None or not (outlives or positions_in(theirs)):
         return None
@@ -369,7 +371,7 @@ def _padded(ids: list[torch.Tensor], generation: GenerationConfig) -> torch.Tens
 
 
 def _runs_code_of_users(called: object) -> bool:
-    """Whether a processor, criterion, streamer or source may do what neither we nor transformers have written."""
+    """Whether a processor, criterion, streamer or source may run code that is neither ours nor transformers'."""
     if isinstance(called, RecordingStreamer) and called.streamer is not None and _runs_code_of_users(called.streamer):
         return True
     module = type(called).__module__

@@ -13,33 +13,33 @@ from lookahead.passes.runner import EagerRunner
 
 
 class CallersCache:
-    """It gives a call what it holds, and is filled at the end of the call as plain decoding fills it."""
+    """The call starts from its content, and fills it at the end as plain decoding would."""
 
     def __init__(self, theirs: Cache, outlives: bool):
-        """outlives: whether somebody may look at it after the call."""
+        """outlives: whether it may be used after the call."""
         self._theirs, self._outlives, self._held = theirs, outlives, positions_in(theirs)
         self._adopted: LookaheadCache | None = None
         self._of_sequences: dict[int, LookaheadCache] = {}
 
     def adopt(self, adapter: ModelAdapter) -> LookaheadCache | None:
-        """Return a cache of our own that holds its content; None if it is empty."""
+        """Return our own cache with its content; None if it is empty."""
         self._adopted = adopt(adapter, self._theirs) if self._held else None
         return self._adopted
 
     def rewind(self) -> None:
-        """Let it hold what it held before the call."""
+        """Restore its content before the call."""
         if self._adopted is not None:
             self._adopted.rewind(self._held)
 
-    def take(self, places: Mapping[int, int], cache: AnyCache) -> None:
-        """Take sequences that have ended from the cache of the call. places: where each of them is in it."""
+    def collect(self, places: Mapping[int, int], cache: AnyCache) -> None:
+        """Copy sequences that have ended from the cache of the call. places: the place of each in that cache."""
         if self._outlives:
             self._of_sequences |= {sequence: cache.sequence(place) for sequence, place in places.items()}
 
     def fill(self, runner: EagerRunner, starts: list[int], new: torch.Tensor, paddings: list[int]) -> None:
-        """Move what `take` was given, each sequence behind its padding, into the caller's cache.
+        """Move the collected sequences, each after its padding, into the caller's cache.
 
-        starts: positions of each prompt. new: int64 [sequences, n], what was written behind the prompts, padded.
+        starts: positions of each prompt. new: int64 [sequences, n], the new tokens, padded.
         paddings: columns to the left of each prompt.
         """
         if not self._outlives:

@@ -31,13 +31,13 @@ def decode(
 
     generate() prepares all arguments but three, which it passes on:
     lookahead_config: settings.
-    pool: evidence to use and to add to; default: a new pool, as for `wrap`.
+    pool: the pool to guess from and to learn in; default: a new pool, as for `wrap`.
     source: one source of guesses, or several; default: the pool and its Jacobi window.
     transformers passes neither a streamer nor a tokenizer (for stop strings) to a custom_generate. `wrap` has both.
 
     Returns the same as generate(): int64 [sequences, n], or a GenerateDecoderOnlyOutput.
     Raises UnsupportedModelError for a model that lookahead cannot decode. Raises ValueError for beam search, which
-    generate() does not do with a custom_generate.
+    generate() does not support with custom_generate.
     """
     if generation_config.num_beams > 1:
         raise ValueError(

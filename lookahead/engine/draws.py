@@ -1,4 +1,4 @@
-"""The random draws of sampled tokens, made as plain decoding makes them, and known before it is known what for.
+"""The random draws of sampled tokens: those of plain decoding, known before the tokens' logits.
 
 `batch_draws` has those of batches.
 """
@@ -15,25 +15,25 @@ drawing = Lock()  # two threads that share a generator must not draw the same nu
 
 
 class Race:
-    """Draws one token after another as `torch.multinomial` does, and can make the draws before it knows what for.
+    """Draws one token after another as `torch.multinomial` does, and can draw the variates ahead.
 
-    To draw one token, `torch.multinomial` draws an exponential variate e for each token of the vocabulary, and takes
-    the largest p / e. So e depends on the generator alone, and not on the text. It is drawn ahead from a copy of the
-    generator's state. The generator itself moves on only when a token is chosen. If somebody else has used or seeded it
-    in the meantime, as a logits processor may, what was drawn ahead is dropped.
+    To draw one token, `torch.multinomial` draws an exponential variate e for each token of the vocabulary, and chooses
+    the token with the largest p / e. So e depends only on the generator, not on the text. It is drawn ahead from a copy
+    of the generator's state. The generator itself advances only when a token is chosen. If other code, such as a logits
+    processor, has used or seeded it in the meantime, the variates drawn ahead are dropped.
     """
 
     def __init__(self, generator: torch.Generator | None, vocabulary: int = 0):
-        """generator: on the CPU; None: torch's own. vocabulary: as long as it is 0, the first logits tell."""
+        """generator: on the CPU; None: torch's own. vocabulary: 0: that of the first logits."""
         self.generator = torch.default_generator if generator is None else generator
         self.vocabulary = 0
         self._states = [self.generator.get_state()]
-        """The generator's state before each draw that is known, and before the next one."""
+        """The generator's state before each known draw, and before the next one."""
         if vocabulary:
             self._allocate(vocabulary)
 
     def _allocate(self, vocabulary: int) -> None:
-        # The known variates are the rows from `_first` on, those of the next token first. When no row is left behind
+        # The known variates are the rows from `_first` on, those of the next token first. If there is no free row after
         # them, they move to the front.
         self._buffer = np.empty((2 * KNOWN_DRAWS, vocabulary), np.float32)
         self.vocabulary, self._first = vocabulary, 0
@@ -56,7 +56,7 @@ class Race:
         return self._buffer[self._first : self._first + count]
 
     def choose(self, logits: torch.Tensor, warp: Warp, row: int = 0) -> int | None:
-        """Draw a token; None, and nothing is drawn, if that takes torch's own arithmetic.
+        """Draw a token. Returns None without drawing if torch's own arithmetic must decide.
 
         logits, row: as for `choice.argmax`.
         """
@@ -72,17 +72,17 @@ class Race:
         """No further token is drawn."""
 
     def _before_next(self, after: torch.Tensor) -> torch.Tensor:
-        """Return the generator's state before the first draw that is not known. after: behind the last one known."""
+        """Return the generator's state before the first unknown draw. after: the state after the last known one."""
         return after
 
     def _pass(self) -> None:
-        """Leave the next draw, which is known, behind."""
+        """Skip the next draw, which is known."""
         self._first += 1
         self._states.pop(0)
         self.generator.set_state(self._states[0])
 
     def _check(self) -> None:
-        """Forget what was drawn ahead if the generator's state is not the one that was left."""
+        """Drop the variates drawn ahead if the generator's state has changed."""
         state = self.generator.get_state()
         # Between passes, bytes are compared sooner than torch finds its code for tensors.
         if state.numpy().tobytes() != self._states[0].numpy().tobytes():

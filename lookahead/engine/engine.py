@@ -1,4 +1,4 @@
-"""The engine that a wrapped model carries: its settings, its pool, its sources of guesses and its statistics."""
+"""The engine of a wrapped model: its settings, its pool, its sources of guesses and its statistics."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
     from lookahead.passes.graphs import StepGraphs
 
 JACOBI_SIZE = 16  # positions of a Jacobi block, by default
-# Guesses of a step that is not planned by time, in place of an automatic budget.
+# Guesses of a step whose budget must not depend on time.
 BUDGET_WITHOUT_COSTS = 16
 GREEDY_TEMPERATURE = 0.5  # for learning from logits in greedy decoding
 
 
 def default_sources(config: LookaheadConfig) -> list[GuessSource]:
-    """The sources of guesses where the user gives none."""
+    """The default sources of guesses."""
     if config.strategy == "jacobi":
         from lookahead.sources.jacobi import JacobiSource  # only settings that ask for it need it
 
@@ -48,17 +48,17 @@ def default_sources(config: LookaheadConfig) -> list[GuessSource]:
 
 @dataclass
 class Lookahead:
-    """What a wrapped model carries as ``model.lookahead``."""
+    """The engine of a wrapped model, ``model.lookahead``."""
 
     config: LookaheadConfig
     pool: NgramPool
-    """Evidence for guesses, kept for the life of the wrap."""
+    """The pool of all calls while the model is wrapped."""
     source: GuessSource | Sequence[GuessSource] | None = None
-    """One source of guesses, or several, as `wrap` was given them; None: `default_sources`."""
+    """One source of guesses, or several, as passed to `wrap`; None: `default_sources`."""
     made: NgramPool | None = None
     """A pool that was made for this model, not given by the user. While it is in use, it may be replaced."""
     lacks_bigrams: bool = False
-    """Whether the pool is new and began empty: `lookahead tune --bigrams` has kept no bigrams of this model."""
+    """Whether the pool started empty, because `lookahead tune --bigrams` has stored no bigrams of this model."""
     stats: Stats = field(default_factory=Stats)
     """Statistics of all calls together."""
     last: Stats = field(default_factory=Stats)
@@ -68,18 +68,18 @@ class Lookahead:
     graphs: "StepGraphs | None" = None
     """CUDA graphs of the model, if the settings ask for them."""
     adapter: ModelAdapter | None = None
-    """What the model's layers can do, as the last call found out, or `wrap` before the first."""
+    """The adapter that the last call used, or `wrap` found before the first call."""
     passes: str = EagerRunner.name
     """How the last call ran its steps."""
     copied_bytes: int = 0
-    """Bytes of the weights' copy in fewer bits (`pack_weights`), as the last call found it."""
+    """Bytes of the packed copy of weights (`pack_weights`) in the last call."""
     bytes_in_blocks: int = 0
-    """Bytes of the weights that are read from the blocks of a GGUF file, as the last call found them."""
+    """Bytes of weights read from the blocks of a GGUF file in the last call."""
     lock: Lock = field(default_factory=Lock, repr=False)
     """Guards what several threads write to here."""
-    _running: int = 0  # number of calls under way
+    _running: int = 0  # number of running calls
     why_not_faster: dict[str, str] = field(default_factory=dict)
-    """Reasons against faster passes, by what they are called, as the last call found them."""
+    """Reasons against faster passes in the last call, by the name of the passes."""
 
     def __post_init__(self) -> None:
         given = default_sources(self.config) if self.source is None else self.source
@@ -96,7 +96,7 @@ class Lookahead:
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """Count the block as a call under way."""
+        """Count the block as a running call."""
         with self.lock:
             self._running += 1
         try:
@@ -107,7 +107,8 @@ class Lookahead:
 
     @contextmanager
     def while_idle(self, what: str) -> Iterator[None]:
-        """Let no call begin in this block. Raises RuntimeError, naming ``what`` cannot be done, if one is under way."""
+        """Let no call begin in this block. Raises RuntimeError, naming ``what`` cannot be done, if a call is
+        running."""
         with self.lock:
             if self._running:
                 raise RuntimeError(f"a model cannot be {what} while it decodes: wait until generate() has ended")
@@ -125,7 +126,7 @@ class Lookahead:
             self.stats += stats
 
     def decode_plainly(self, model: PreTrainedModel, reason: str) -> None:
-        """Warn that the model's own decoding takes a call over, and keep the reason for `report`."""
+        """Warn that the model's own decoding takes over a call, and store the reason for `report`."""
         self.last = Stats(plain=reason)
         warn_plain(model, reason)
 
@@ -136,7 +137,7 @@ class Lookahead:
         return report(self)
 
     def sources_with(self, draft_model: PreTrainedModel | None) -> list[GuessSource]:
-        """The sources of a call. The last is the draft model that generate() was given, if any.
+        """The sources of a call. The last is the assistant model passed to generate(), if any.
 
         All draft models of a wrap share one account in the ledger.
         """
@@ -152,9 +153,9 @@ class Lookahead:
         return [*self.sources, source]
 
     def beside(self, sources: Sequence[GuessSource], ledger: Ledger | None = None) -> "Lookahead":
-        """Return an engine for calls that have further sources of guesses. It has statistics of its own.
+        """Return an engine for calls with more sources of guesses. It has its own statistics.
 
-        ledger: of an earlier engine of this kind, whose experience this one has.
+        ledger: of an earlier engine of this kind, to continue.
         """
         engine = replace(self, source=[*self.sources, *sources], stats=Stats(), last=Stats(), _running=0)
         engine.ledger = ledger or engine.ledger
@@ -162,13 +163,13 @@ class Lookahead:
 
     @property
     def needs(self) -> Needs:
-        """What all sources together want to see."""
+        """What all sources together need."""
         return needs_of(self.sources)
 
     def find_runner(self, model: PreTrainedModel, needs: Needs | None = None) -> EagerRunner:
-        """The fastest runner that the settings ask for and that serves the model.
+        """The fastest runner that the settings allow and that supports the model.
 
-        needs: what the sources of a call want to see; by default, what all sources want.
+        needs: of the sources of a call; by default, of all sources.
         """
         layers = (needs or self.needs).hidden_states
         runner, self.why_not_faster = choose_runner(model, self.config, layers)

@@ -1,4 +1,4 @@
-"""What generate() calls in the place of its own loop: a call of lookahead (`call`), or the model's own decoding."""
+"""Replaces the loop of generate(): runs a call of lookahead (`call`), or the model's own decoding."""
 
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -56,9 +56,9 @@ def decoding(
     seeds: Sequence[int] | None = None,
     **model_kwargs: Any,
 ) -> Decoding:
-    """`run`, without the passes of steps: they are yielded, and their outputs are to be sent.
+    """`run`, but yields the passes of steps, and receives their outputs.
 
-    Yields None between passes over prompts. What ``plain`` decodes has been decoded when this returns.
+    Yields None between passes of prefills. Texts that ``plain`` decodes are complete when this returns.
 
     draft_model: one more source of guesses.
     seeds: a seed for each sequence. It is then sampled as it would be alone after ``torch.manual_seed(seed)``, whatever
@@ -94,7 +94,7 @@ def decoding(
 
 
 def _with_length(generation: GenerationConfig, criteria: StoppingCriteriaList, width: int) -> GenerationConfig:
-    """The settings, with the length at which the text ends: a criterion of the caller's replaces that of generate().
+    """The settings, with the length at which the text ends: a caller's criterion replaces that of generate().
 
     width: of the prompt, to which one token is always added.
     """
@@ -136,10 +136,10 @@ def _rules(
     streamer: BaseStreamer | None,
     seeds: Sequence[int] | None,
 ) -> "tuple[list[NextTokenRule], BatchDraws | None]":
-    """One rule for each sequence, so that each goes at its own pace; or one rule for all, so that they go in step.
+    """One rule for each sequence, so that they advance independently; or one for all, so that they advance together.
 
-    Plain decoding goes in step. Callbacks that may look at the whole batch at once need that.
-    seeds: as for `decoding`. Returns also what the rules draw from, if that is to be ended.
+    In plain decoding they advance together. Callbacks that may see the whole batch need that.
+    seeds: as for `decoding`. Also returns what the rules draw from, if it must be finished.
     """
     wants_dict = generation.return_dict_in_generate
     keeps = wants_dict and generation.output_scores, wants_dict and generation.output_logits
@@ -155,7 +155,7 @@ def _rules(
     if not at_own_pace:
         return [NextTokenRule(ids, processors, criteria, settings, _seeded(seeds, ids.device) if seeds else None)], None
     own = [LogitsProcessorList(for_sequence(processor, b) for processor in processors) for b in range(len(ids))]
-    # Each sequence has draws of its own, so that they do not depend on how far the others get in a step.
+    # Each sequence has its own draws, so that they do not depend on how far the others advance in a step.
     draws: Sequence[Sequence[torch.Generator] | Race | None] = [None] * len(ids)
     of_batch = None
     if generation.do_sample and seeds is None and ids.is_cpu and choice.can_draw():

@@ -1,4 +1,4 @@
-"""Masks of prompts that hide something: lookahead decodes those that hide padding to the left."""
+"""Attention masks of prompts: lookahead supports those that mask left padding."""
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel

@@ -59,7 +59,7 @@ def positions_in(cache: Cache | None) -> int:
 
 
 def is_empty(cache: Cache) -> bool:
-    """Whether no layer has been given keys and values. Those that keep states do not tell."""
+    """Whether no layer has keys and values. Layers that keep states do not show it."""
     return not any(getattr(layer, "is_initialized", False) for layer in cache.layers)
 
 
@@ -71,9 +71,9 @@ def prefill(
     room: int,
     portion: int | None,
 ) -> Generator[None, None, tuple[AnyCache, torch.Tensor]]:
-    """Compute the prompts, and show them to the source of guesses. Yields between passes.
+    """Compute the prompts, and pass them to the source of guesses. Yields between passes.
 
-    Each prompt has passes of its own, without padding. Equal prompts are computed once.
+    Each prompt has its own passes, without padding. Equal prompts are computed once.
     cache: holds the beginning of a single prompt, if anything does.
     room: positions beyond the prompts that the cache allocates at once.
     portion: positions of a pass; default: the whole prompt.

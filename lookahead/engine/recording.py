@@ -13,7 +13,7 @@ from lookahead.stats import STAGES, Stats
 from lookahead.step import Step
 from ngram_pool import GuessTree
 
-MAX_ROWS = 100_000  # of a whole record; steps after that keep their accepted rows alone
+MAX_ROWS = 100_000  # of a whole record; later steps keep only their accepted rows
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,10 @@ class RecordedStep:
 
 
 class Recorder(RecordingStreamer):
-    """A streamer that keeps the tokens of one sequence, and its steps, which the decoding loop shows it as well.
+    """A streamer that keeps the tokens of one sequence, and also its steps, which the decoding loop passes to it.
 
-    ``model.generate(**inputs, streamer=Recorder())`` writes the same text as without. If nothing records, the loop does
-    nothing for it. Memory is bounded: beyond MAX_ROWS rows, steps keep only what they accepted.
+    ``model.generate(**inputs, streamer=Recorder())`` writes the same text as without it. Memory is bounded: beyond
+    MAX_ROWS rows, steps keep only their accepted rows.
     """
 
     def __init__(self, streamer: BaseStreamer | None = None):
@@ -59,7 +59,7 @@ class Recorder(RecordingStreamer):
         """For each token, the seconds from the end of generate()'s own preparation until it was written."""
         self.steps: list[RecordedStep] = []
         self.names: list[str] = []
-        """Names of what accepted guesses are counted for."""
+        """Names under which accepted guesses are counted."""
         self.stats: Stats | None = None
         """Of the call; None until lookahead decodes it."""
         self._began: float | None = None

@@ -9,7 +9,7 @@ from ngram_pool import native as of_pools
 
 
 def report(engine: Lookahead) -> str:
-    """Lines of text: how passes are run, why not in a faster way, and what the sources did in all calls."""
+    """Lines of text: how passes are computed, why not faster, and what the sources did in all calls."""
     if engine.last.plain:
         return f"the model's own decoding: lookahead does not decode {engine.last.plain}"
     adapter = engine.adapter

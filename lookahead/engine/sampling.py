@@ -1,6 +1,6 @@
-"""Verification: tokens are chosen as `generate` chooses them, and guess trees are walked as far as they have guessed.
+"""Verification: chooses tokens as `generate` does, and walks guess trees as far as they have guessed these.
 
-A guess is a point distribution. So to draw a token by the ordinary rule, and to look for it in the tree, accepts it
+A guess is a point distribution. So drawing a token by the ordinary rule and looking for it in the tree accepts it
 with the same probability as rejection sampling (Leviathan et al. 2023, arXiv 2211.17192, section 2.3).
 """
 
@@ -51,24 +51,24 @@ BY_SEQUENCE = {
 
 
 def goes_by_sequence(callback: object) -> bool:
-    """Whether a processor or criterion is of BY_SEQUENCE, and does what transformers says."""
+    """Whether a processor or criterion is of BY_SEQUENCE and is transformers' own code."""
     return type(callback) in BY_SEQUENCE and is_own(type(callback).__call__)  # type: ignore[operator]  # it is called
 
 
 def for_sequence(processor: LogitsProcessor, b: int) -> LogitsProcessor:
-    """A processor of BY_SEQUENCE, for sequence ``b`` of the batch alone."""
+    """A processor of BY_SEQUENCE, for only sequence ``b`` of the batch."""
     ignored = getattr(processor, "prompt_ignore_length", None)  # a repetition penalty keeps each sequence's padding
     if isinstance(ignored, torch.Tensor):
         processor = copy.copy(processor)
-        processor.prompt_ignore_length = ignored[b : b + 1]  # type: ignore[attr-defined]  # `ignored` shows that it exists
+        processor.prompt_ignore_length = ignored[b : b + 1]  # type: ignore[attr-defined]  # `ignored` shows it exists
     return processor
 
 
 class NewTokensCriterion(StoppingCriteria):
-    """A criterion that looks at the tokens of one text, without its prompt, so that no tensor need be made of them."""
+    """A criterion for the tokens of one text, without its prompt, as a list instead of a tensor."""
 
     def ends(self, new: list[int]) -> bool:
-        """Whether a text ends with the last of its tokens. It is asked after each of them; it must not change them."""
+        """Whether a text ends with the last of its tokens. It is called after each token, and must not change them."""
         raise NotImplementedError
 
 
@@ -80,7 +80,7 @@ class Ends(NamedTuple):
     tokens: frozenset[int]
     own: list[NewTokensCriterion]
     asked: list[tuple[frozenset[int], StoppingCriteria]]
-    """Criteria that can end a sequence with these tokens alone, so that they are asked behind no others."""
+    """Criteria that can end a sequence only with these tokens, so that they are called only after them."""
 
 
 @dataclass(frozen=True)
@@ -89,8 +89,8 @@ class Settings:
 
     do_sample: bool
     pad_token: int | None = None
-    """Fills the sequences that have ended, until all have. None without an end-of-sequence criterion: plain decoding
-    does not pad then, and every sequence goes on with tokens of its own."""
+    """Pads the sequences that have ended, until all have. None without an end-of-sequence criterion: plain decoding
+    does not pad then, and every sequence continues with its own tokens."""
     keep_scores: bool = False
     keep_logits: bool = False
     streamer: BaseStreamer | None = None
@@ -99,8 +99,8 @@ class Settings:
 class NextTokenRule:
     """Chooses the next token of each of its sequences, as `GenerationMixin._sample` does, and says when to stop.
 
-    The processors, the random generator, the stopping criteria and the streamer see exactly what plain decoding of the
-    same sequences shows them: every emitted token once, in order, after the true prefix.
+    The processors, the random generator, the stopping criteria and the streamer see exactly the same as in plain
+    decoding: every emitted token once, in order, after the true prefix.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class NextTokenRule:
         self.logits: tuple[torch.Tensor, ...] | None = () if settings.keep_logits else None
         self.unfinished = torch.ones(len(ids), dtype=torch.bool, device=ids.device)
         self.live = list(range(len(ids)))
-        """Sequences that go on: those that have not ended; all, until these end, if somebody may see all scores."""
+        """Sequences that continue: those that have not ended; all, until these end, if scores may be seen."""
         self.processors = processors
         self.criteria = criteria
         self.settings = settings
@@ -133,15 +133,15 @@ class NextTokenRule:
         keeps = settings.keep_scores or settings.keep_logits
         sees_all = keeps or not all(map(goes_by_sequence, processors))
         self.drops_ended = settings.pad_token is not None and not sees_all
-        """Whether sequences leave when they have ended. Where somebody may see their scores, they go on with padding,
-        as in plain decoding."""
+        """Whether sequences leave when they have ended. If their scores may be seen, they continue with padding, as in
+        plain decoding."""
         warp = _warp_of(processors) if settings.do_sample else None if processors else Warp()
         ends = _ends(criteria)
         is_usual = len(ids) == 1 and not sees_all and all(map(_asks_for_tokens, criteria))
         self.usual = (warp, ends) if is_usual and warp is not None and ends is not None else None
-        """In the usual case, a token depends on the logits alone, and nobody else sees them."""
+        """In the usual case, a token depends only on the logits, and no other code sees them."""
         self.takes_argmax = self.usual is not None and not settings.do_sample
-        """Whether the next token is the one with the largest logit, and nobody else looks at the logits."""
+        """Whether the next token is the argmax of the logits, and no other code sees them."""
 
     @property
     def ids(self) -> torch.Tensor:
@@ -158,8 +158,8 @@ class NextTokenRule:
     def known_draws(self, count: int) -> np.ndarray | None:
         """Return the exponential variates that will choose the next tokens, float32 [n, vocabulary], n <= ``count``.
 
-        A token's chance is divided by its variate, and the largest quotient is chosen. None if they are not known:
-        in greedy decoding, before the first token, for several sequences in step, and off the CPU.
+        The token with the largest probability / variate is chosen. None if the variates are unknown: in greedy
+        decoding, before the first token, for several sequences that advance together, and off the CPU.
         """
         return self._race.ahead(min(count, KNOWN_DRAWS)) if self._race and self._race.vocabulary else None
 
@@ -169,8 +169,8 @@ class NextTokenRule:
         logits: [live, vocabulary], of the model, after `ids`.
         row: for a single live sequence. Its logits are then this row of [..., vocabulary], counted over all dimensions
             but the last.
-        Raises FloatingPointError if the logits leave no choice: where generate() samples, it raises, too; greedily it
-        writes the first token whose logit is NaN.
+        Raises FloatingPointError if all logits are NaN or -inf. In this case, generate() also raises if it samples; in
+        greedy decoding, it writes the first token whose logit is NaN.
         """
         if self.usual is not None and (token := self.choose(logits, row or 0, self.usual[0])) is not None:
             self.record(token)
@@ -180,13 +180,13 @@ class NextTokenRule:
         return emit(self, logits if row is None else logits.flatten(0, -2)[row : row + 1])
 
     def select(self, live: list[int]) -> None:
-        """Go on with these sequences alone: the others have ended."""
+        """Continue with only these sequences; the others have ended."""
         self.live = live
         if not live and self._race is not None:
             self._race.end()
 
     def record(self, token: int) -> None:
-        """Record and stream the next token of the only sequence, in the usual case, where it was chosen otherwise."""
+        """Record and stream the next token of the only sequence, in the usual case, after it was chosen elsewhere."""
         assert self.usual is not None
         _, ends = self.usual
         self.new.append(token)
@@ -201,7 +201,7 @@ class NextTokenRule:
             self.settings.streamer.put(torch.tensor([token], device="cpu"))
 
     def choose(self, logits: torch.Tensor, row: int, warp: Warp) -> int | None:
-        """Choose the next token of a single sequence in one call; None if that is left to torch."""
+        """Choose the next token of a single sequence in one call; None if torch must choose it."""
         if not (self._ids.is_cpu and choice.serves(logits)):
             return None
         if not self.settings.do_sample:
@@ -255,7 +255,7 @@ def _walk_one(rule: NextTokenRule, step: Step, output: Output, first: int) -> tu
 
 
 def _warp_of(processors: LogitsProcessorList) -> Warp | None:
-    """Return what these processors do together; None if there are others, or they stand in another order."""
+    """Return what these processors do together; None if there are others, or if their order differs."""
     names = [_WARPERS.get(type(processor), "") for processor in processors]
     is_usual = names == [name for name in _WARPERS.values() if name in names]
     drops = all(getattr(processor, "filter_value", -math.inf) == -math.inf for processor in processors)
@@ -272,7 +272,7 @@ def _asks_for_tokens(criterion: StoppingCriteria) -> bool:
 
 
 def _ends(criteria: StoppingCriteriaList) -> Ends | None:
-    """Return what ends a sequence; None if other criteria have a say."""
+    """Return what ends a sequence; None if there are other criteria."""
     ends = Ends(2**62, frozenset(), [], [])
     for criterion in criteria:
         if type(criterion) is MaxLengthCriteria and criterion.max_length <= (
