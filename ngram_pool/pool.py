@@ -227,13 +227,13 @@ class NgramPool:
         chain: bool = False,
         draws: np.ndarray | None = None,
     ) -> GuessTree:
-        """Return the likeliest continuations of ``context`` as one tree, grown best-first. It is deterministic.
+        """Return the most likely continuations of ``context`` as one tree, grown best-first. It is deterministic.
 
         context: sequence of ids, newest last; only the last LONGEST count.
         budget: most nodes, up to MAX_NODES. min_probability: each node is above it. max_depth: most nodes in a branch.
         chain: a single branch, for models that cannot verify trees.
         draws: float32 [k, vocabulary], if known: the exponential variates by which the next k tokens will be chosen,
-            the largest probability / variate each time. They change what is likeliest.
+            the largest probability / variate each time. They change what is most likely.
         Raises ValueError for ids outside 0..2**31-1, a NaN, a budget that is too large, or draws of another shape.
         """
         budget = operator.index(budget)

@@ -450,7 +450,7 @@ def grow(
     pool: Pool, context: np.ndarray, min_probability: float, max_depth: int, is_chain: bool, draws: np.ndarray,
     drawn: int, vocabulary: int, nodes: np.ndarray, joints: np.ndarray, budget: int,
 ) -> int:  # fmt: skip
-    """Grow the likeliest tree below ``context`` (int64 [LONGEST]) best-first, and lay it out depth-first.
+    """Grow the most likely tree below ``context`` (int64 [LONGEST]) best-first, and lay it out depth-first.
 
     draws: float32 [drawn, vocabulary], the variates of the first depths.
     nodes, joints: tokens, parents, depths and sources (int64 [4, budget]) and probabilities (float64 [budget]) of a

@@ -28,7 +28,7 @@ class Origin(IntEnum):
 class GuessTree:
     """n guessed tokens below the root (the last accepted token, which is not a node).
 
-    A pool lays its trees out depth-first, likeliest child first. So the likeliest path is contiguous from node 0 on.
+    A pool lays out its trees depth-first, most likely child first. So the most likely path is contiguous from node 0.
 
     tokens: int64 [n].
     parents: int64 [n], the index of an earlier node, or -1 for the root. The children of a node have distinct tokens.
@@ -106,11 +106,11 @@ class GuessTree:
 
     @cached_property
     def ranking(self) -> list[int]:
-        """The nodes' indices, likeliest first; of equally likely nodes, the earlier comes first."""
+        """The nodes' indices, most likely first; of equally likely nodes, the earlier comes first."""
         return sorted(range(len(self.tokens)), key=self.probabilities.tolist().__getitem__, reverse=True)
 
     def prune(self, count: int) -> "GuessTree":
-        """Return the tree of the ``count`` likeliest nodes, in their present order."""
+        """Return the tree of the ``count`` most likely nodes, in their present order."""
         if count >= len(self.tokens):
             return self
         if count <= 0:
@@ -118,7 +118,7 @@ class GuessTree:
         return self.part(sorted(self.ranking[:count]))  # holds each node's parent, which is at least as likely
 
     def likeliest_chain(self) -> "GuessTree":
-        """Return the branch that takes the likeliest child at each node."""
+        """Return the branch that takes the most likely child at each node."""
         kept: list[int] = []
         while True:
             children = np.flatnonzero(self.parents == (kept[-1] if kept else -1))

@@ -3,7 +3,7 @@
 A model with a chat template writes the user's turns too (Magpie, arXiv 2406.08464), or answers given prompts. Another
 model goes on with given prompts, or with passages of the Python standard library. Texts are added to --texts until
 there are enough, so a later run goes on with them, and several kinds of heads share them. The model then reads them
-once. Its hidden states are the heads' input, and its likeliest next tokens, with their probabilities, the target. One
+once. Its hidden states are the heads' input, and its most likely next tokens, with their probabilities, the target. One
 text in twenty is held out.
 
 - medusa: each head is x + SiLU(W x + b) and a projection, which begins as the model's (arXiv 2401.10774).
@@ -106,7 +106,7 @@ tags: [{kind}, speculative-decoding]
 ---
 # {title} heads for {model}
 
-Read by `lookahead.{source}(model, folder)`. Held out, the likeliest token at each depth is the model's in {shares} of
+Read by `lookahead.{source}(model, folder)`. Held out, the most likely token at each depth is the model's in {shares} of
 the places whose tokens above it are right: {chain:.2f} tokens a step with one branch of guesses.
 
 | | |

@@ -19,7 +19,7 @@ def serves(logits: torch.Tensor, count: int) -> bool:
 
 
 def top_k(logits: torch.Tensor, temperature: float, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the ``count`` likeliest tokens of each row and their probabilities, [..., count], likeliest first.
+    """Return the top ``count`` tokens of each row and their probabilities, [..., count], most likely first.
 
     logits: [..., vocabulary]. The probabilities are a softmax of logits / temperature over the whole vocabulary, to
     four digits. Those of a row with a NaN or an infinity are 0.

@@ -1,1 +1,1 @@
-"""What sources of guesses are, the n-gram pool as one, and how many guesses are verified."""
+"""The protocol of sources of guesses, the n-gram pool as a source, and the number of guesses to verify."""

@@ -1,4 +1,4 @@
-"""The pools that wraps begin with: with what `lookahead tune --bigrams` has kept of a model (`tools.bigrams`)."""
+"""New pools of wraps: they start from the bigrams that `lookahead tune --bigrams` has stored (`tools.bigrams`)."""
 
 from pathlib import Path
 
@@ -11,12 +11,13 @@ from ngram_pool import NgramPool, PoolFileError
 
 
 def bigrams_file(model: PreTrainedModel) -> Path:
-    """Name the file of a model's bigrams, beside its step costs. Models are told apart by name, settings and dtype."""
+    """Return the file of a model's bigrams, next to its step costs. It depends on the model's name, settings and
+    dtype."""
     return path_of(model, "bigrams", model.name_or_path, model.dtype).with_suffix(".pool")
 
 
 def new_pool(model: PreTrainedModel, config: LookaheadConfig) -> NgramPool:
-    """Return a pool for a wrap: with the model's bigrams, if `lookahead tune --bigrams` has kept them, else empty."""
+    """Return a pool for a wrap: with the model's bigrams if `lookahead tune --bigrams` has stored them, else empty."""
     pool = NgramPool(config.pool_memory_mb)
     try:
         bigrams = NgramPool.load(bigrams_file(model))

@@ -1,8 +1,8 @@
 """How many guesses a step verifies, and whether a source or a window pays. The aim is the most tokens per second.
 
-A step that verifies the n likeliest guesses yields 1 + p1 + ... + pn tokens on average and costs c(1 + n). A text has
-the most tokens per second if each step maximises its tokens less its cost times the overall rate: each second of a
-step could have yielded tokens elsewhere (Dinkelbach 1967, "On nonlinear fractional programming").
+A step that verifies the n most likely guesses yields 1 + p1 + ... + pn tokens on average and costs c(1 + n). A text has
+the most tokens per second if each step maximises its tokens minus its cost times the overall rate, because each second
+could yield tokens in other steps (Dinkelbach 1967, "On nonlinear fractional programming").
 """
 
 import operator
@@ -18,22 +18,22 @@ from ngram_pool.forks import Lock
 
 MAX_GUESSES = RUNGS[-1] - 1  # with the root, the most rows for which costs are measured
 FADE = 0.98  # factor by which each step fades the sums that make up the rate and the trust
-FRUITLESS = 64  # steps in a row in which no guess comes true, before only one of WAKING steps looks for guesses
+FRUITLESS = 64  # steps without an accepted guess, after which only one of WAKING steps looks for guesses
 WAKING = 4
-FIRST_CLAIMS = 4.0  # accepted guesses that claims and experience begin with
+FIRST_CLAIMS = 4.0  # accepted guesses that claims and experience start from
 WINDOW_SIZES = ((4, 3), (8, 4), (15, 5))  # W and N of the windows to try; the next is tried only if this one pays
 FIRST_PAUSE = 128  # steps before the first trial of a window, and in the first pause
 PAUSE_GROWTH = 8  # a trial that does not pay makes the next pause longer by this factor
 TRIAL_STEPS = 24
-WAITING = 32  # steps of which some is counted together: between two passes alone, each would find cold caches
-DOUBT_PAUSE = 32  # steps before the costs are doubted, at least
-DOUBT_SHARE = 128  # steps to wait for each pass by which the last doubt seemed to cost more: less than 1% of the time
-DOUBTED_ROW = 1 / 32  # what a further row adds to a pass at most, where the costs are doubted; in passes
+WAITING = 32  # steps that are counted together: counted one by one between passes, each would find cold caches
+DOUBT_PAUSE = 32  # least steps before the costs are doubted
+DOUBT_SHARE = 128  # steps to wait for each pass that the last doubt seemed to cost: less than 1% of the time
+DOUBTED_ROW = 1 / 32  # most that one more row adds to a pass while the costs are doubted; in passes
 MAX_LOSS = 4.0  # tokens; a trial that has lost more than these, and more than chance explains, ends early
 
 
 def average_length(texts: Sequence[Sequence[int]]) -> int:
-    """Return the length of a text, on average."""
+    """Return the average length of the texts."""
     return sum(map(len, texts)) // len(texts)
 
 
@@ -45,11 +45,11 @@ class Pace:
         self._lock = Lock()
         self._tokens, self._seconds = 1.0, float(costs.of_step(1, 0))  # the rate of plain decoding
         self._claimed = self._accepted = FIRST_CLAIMS
-        self._fruitless = 0  # steps since a guess came true
+        self._fruitless = 0  # steps since a guess was accepted
         self._until_doubt = DOUBT_PAUSE
         self.doubts = False
-        """Whether the next step verifies as many guesses as if further rows cost little. What rows cost is learned from
-        steps that have as many; so costs that were measured on a busy machine would keep guesses off for good."""
+        """Whether the next step verifies as many guesses as if more rows cost little. Costs of rows are learned only
+        from steps with as many rows; so costs measured on a busy machine would turn guesses off forever."""
         self.reach = 16
         """Number of guesses to look for: about twice as many as were worth verifying lately."""
 
@@ -58,7 +58,7 @@ class Pace:
         return self._tokens / self._seconds
 
     def trust(self) -> float:
-        """Return how many guesses were accepted lately, for each that the probabilities of the guesses promised.
+        """Return the ratio of recently accepted to expected guesses. Expected is the sum of their probabilities.
 
         Sources calibrate themselves, but on a new text they err in the same direction for dozens of steps.
         """
@@ -66,7 +66,7 @@ class Pace:
 
     @property
     def rests(self) -> bool:
-        """Whether the next step looks for no guesses, for none has come true for long. Now and then, one does."""
+        """Whether the next step looks for no guesses, because none was accepted for long. Now and then, one does."""
         return self._fruitless >= FRUITLESS and self._fruitless % WAKING > 0
 
     def choose(
@@ -74,15 +74,15 @@ class Pace:
     ) -> list[int]:
         """Return the number of guesses to verify of each sequence.
 
-        length: committed positions of a sequence, on average. window_rows: rows of each sequence's window. is_ragged:
-        whether a pass has just the rows of each step. If not, all steps have as many as the longest. others: rows of
+        length: average committed positions of a sequence. window_rows: rows of each sequence's window. is_ragged:
+        whether a pass has only the rows of each step. If not, all steps have as many as the longest. others: rows of
         other calls in the same pass.
         """
         batch, trust, rate = len(trees), self._accepted / self._claimed, self._tokens / self._seconds
         gains = [sorted(tree.probabilities.tolist(), reverse=True) for tree in trees]
         if batch == 1:
             gained, at_once = gains[0], 1
-        elif is_ragged:  # each guess for itself
+        elif is_ragged:  # each guess separately
             gained, at_once = sorted(chain.from_iterable(gains), reverse=True), 1
         else:
             gained, at_once = [sum(column) for column in zip_longest(*gains, fillvalue=0.0)], batch
@@ -108,9 +108,9 @@ class Pace:
         return counts
 
     def least(self, length: int) -> float:
-        """Return the probability below which `choose` will take no guess of a single sequence, however many there are.
+        """Return the probability below which `choose` chooses no guess of a single sequence, for any number of guesses.
 
-        For the last guess that it takes must be worth its row, and the others are no less likely.
+        The last chosen guess must be worth its row, and the others are no less likely.
         """
         prices = self._prices()
         of_row = prices.least_of_row + length * prices.per_position_and_row
@@ -130,7 +130,7 @@ class Pace:
         return prices.passes[rows] + length * per_length + prices.overhead + prices.overhead_per_row * (rows - 1)
 
     def price(self, rows: int, fewer: int, length: int, sequences: int = 1) -> float:
-        """Return the tokens that could be written in the time by which a step of ``rows`` outlasts one of ``fewer``."""
+        """Return the tokens that could be written in the extra time of a step of ``rows``, compared with ``fewer``."""
         if rows == fewer:
             return 0.0
         return self.rate() * (self._of_step(rows, length, sequences) - self._of_step(fewer, length, sequences))
@@ -138,16 +138,16 @@ class Pace:
     def count(
         self, tokens: int, rows: int, length: int, seconds: float = 0.0, sequences: int = 1, share: float = 1.0
     ) -> None:
-        """Add a step to the rate: the tokens that it wrote, and what it took.
+        """Add a step to the rate: the tokens that it wrote, and its time.
 
-        rows, sequences: of its pass. seconds: what sources of guesses took. share: of the pass, which is its own.
+        rows, sequences: of its pass. seconds: of sources of guesses. share: the part of the pass that is its own.
         """
         with self._lock:
             self._tokens = FADE * self._tokens + tokens
             self._seconds = FADE * self._seconds + share * self._of_step(rows, length, sequences) + seconds
 
     def count_guesses(self, chosen: list[GuessTree], paths: list[list[int]]) -> None:
-        """Let `reach`, `trust`, `rests` and `doubts` follow a step: the guesses that it verified, the accepted rows."""
+        """Update `reach`, `trust`, `rests` and `doubts` from a step's verified guesses and accepted rows."""
         most = accepted = 0
         claimed = 0.0
         for tree, path in zip(chosen, paths, strict=True):
@@ -217,9 +217,9 @@ class Budget:
         rested: bool,
         company: Company | None,
     ) -> None:
-        """Count what a step has yielded. chosen: the guesses that were verified.
+        """Count the tokens of a step. chosen: the guesses that were verified.
 
-        seconds: what sources of guesses took, except those that are free. rested: whether none were looked for.
+        seconds: of sources of guesses, except free ones. rested: whether the step looked for none.
         company: `Output.company`.
         """
         if self.pace is None:
@@ -234,13 +234,13 @@ class Budget:
         self.pace.count(tokens, rows, length, seconds, sequences, share)
 
     def time(self, rows: int, length: int, seconds: float, overhead: float | None, sequences: int) -> None:
-        """Let the costs follow a step. Arguments as for `StepCosts.follow`."""
+        """Update the costs from a step. Arguments as for `StepCosts.follow`."""
         self._timed.append((rows, length, seconds, overhead, sequences))
         if len(self._timed) >= WAITING:
             self.flush()
 
     def flush(self) -> None:
-        """Let the costs follow the steps that wait."""
+        """Update the costs from the waiting steps."""
         timed, self._timed = self._timed, []
         if self.pace:
             for step in timed:
@@ -248,14 +248,15 @@ class Budget:
 
 
 class Trials:
-    """Find by trial which level of something pays: whether it earns more tokens than its time is worth.
+    """Finds by trial which level of something pays, that is, gains more tokens than its time is worth.
 
-    A level is tried for TRIAL_STEPS, or until it is hopeless. If it pays, the next level is tried. If not, the level
-    before it is kept for a pause, and the next such pause is longer. Lives as long as the wrap.
+    A level is tried for TRIAL_STEPS, or until it is hopeless. If it pays, the next level is tried. If not, the previous
+    level is used for a pause, and the next such pause is longer. Lives as long as the wrap.
     """
 
     def __init__(self, levels: int, first: int = 0):
-        """levels: the highest level; level 0 is off. first: the level to begin with; above 0 it begins with a trial."""
+        """levels: the highest level; level 0 is off. first: the first level; if it is above 0, it starts with a
+        trial."""
         self._levels = levels
         self.level = first
         self._pause = FIRST_PAUSE
@@ -265,9 +266,9 @@ class Trials:
         self._lock = Lock()
 
     def count(self, tokens: float, cost: float, is_first: bool = False) -> None:
-        """Count a step. tokens: what the level earned. cost: the time that it took, in tokens at the recent rate.
+        """Count a step. tokens: gained by the level. cost: its time, in tokens at the recent rate.
 
-        is_first: it is the first of a call, in which a source may read the prompt. One such step proves nothing.
+        is_first: it is the first step of a call, in which a source may read the prompt. One such step proves nothing.
         """
         with self._lock:
             self._earned += tokens
@@ -280,7 +281,7 @@ class Trials:
                 self._decide()
 
     def rests(self, steps: int) -> bool:
-        """Whether the level is off, and nothing is tried within so many steps."""
+        """Whether the level is off, and no trial starts within this many steps."""
         return self.level == 0 and self._steps_left >= steps
 
     def _decide(self) -> None:
@@ -299,7 +300,7 @@ class Trials:
 
 
 class WindowTrials(Trials):
-    """Find the Jacobi window whose n-grams earn more than its rows cost. Level k is the k-th of WINDOW_SIZES."""
+    """Finds the Jacobi window whose n-grams gain more than its rows cost. Level k is the k-th of WINDOW_SIZES."""
 
     def __init__(self, ngram_size: int | None = None):
         """ngram_size: N of all windows; None: as in WINDOW_SIZES."""
@@ -308,7 +309,7 @@ class WindowTrials(Trials):
 
     @property
     def size(self) -> tuple[int, int] | None:
-        """W and N of the present window; None: off."""
+        """W and N of the current window; None: off."""
         return self._sizes[self.level - 1] if self.level else None
 
     @property

@@ -1,4 +1,4 @@
-"""The sources of guesses of a call. Where several guess, `together` makes one tree of theirs."""
+"""The sources of guesses of a call. If there are several, `together` merges their trees."""
 
 from collections.abc import Container, Sequence
 from contextlib import ExitStack
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
 
 
 def trials_of(source: GuessSource) -> Trials | None:
-    """Find out whether asking a source pays; None for one that is free."""
+    """Return the trials that decide whether a source is asked; None for one that is free."""
     return None if source.is_free else Trials(1, first=1)
 
 
 class Ledger:
-    """What the sources of guesses have claimed and earned, over all calls."""
+    """The claims and gains of the sources of guesses, over all calls."""
 
     def __init__(self, sources: Sequence[GuessSource]):
         self.names = [origin.name.lower() for origin in Origin]
-        """The name that an accepted guess is counted under, by its number in `GuessTree.sources`: the origins of
-        evidence in a pool, then the sources of guesses by class; a second of one class has a 2 behind."""
+        """Names to count accepted guesses under, by number in `GuessTree.sources`: the origins of evidence in a pool,
+        then the sources of guesses by class; a second source of a class has a 2 appended."""
         self.trials: list[Trials | None] = []
         """For each source, whether asking it pays."""
         for source in sources:
@@ -48,8 +48,8 @@ class Ledger:
 
     @cached_property
     def experience(self) -> "Experience":
-        """How often the sources' claims came true."""
-        from lookahead.guessing.merging import Experience  # where one source guesses alone, nobody asks for it
+        """How often guesses were accepted, by the sources' claims."""
+        from lookahead.guessing.merging import Experience  # a single source does not need it
 
         return Experience()
 
@@ -58,7 +58,7 @@ class Ledger:
         return trials is None or trials.level > 0
 
     def resting(self, steps: int) -> set[int]:
-        """Return the numbers of the sources that will not be asked within so many steps."""
+        """Return the numbers of the sources that will not be asked within this many steps."""
         return {i for i, trials in enumerate(self.trials) if trials is not None and trials.rests(steps)}
 
 
@@ -73,7 +73,7 @@ def needs_of(sources: Sequence[GuessSource]) -> Needs:
 
 
 class Combined(Guesser):
-    """The guessers of one call, one for each source that has a part in it."""
+    """The guessers of one call, one for each source that takes part in it."""
 
     def __init__(
         self,
@@ -83,18 +83,18 @@ class Combined(Guesser):
         stats: Stats,
         resting: Container[int] = (),
     ):
-        """budget: how many guesses a step will verify. If it goes by costs, a source is asked only while it pays.
+        """budget: the number of guesses of a step. If it depends on costs, a source is asked only while it pays.
 
-        stats: counts what each source does. resting: numbers of sources that have no part in this call.
+        stats: counts what each source does. resting: numbers of sources that take no part in this call.
         """
         self._sources = sources
         self._parts = [i for i in range(len(sources)) if i not in resting]
         self.needs = needs_of([sources[i] for i in self._parts])
         proposers = [sources[i] for i in self._parts if not isinstance(sources[i], WindowSource)]
         self.stands_alone = len(proposers) == 1 and proposers[0].is_calibrated
-        """Whether one source guesses alone, and its probabilities are used as they are."""
+        """Whether there is a single source, whose probabilities are used unchanged."""
         self.pool_alone: PoolAlone | None = None
-        """The short road, if nothing but a pool guesses: while no window is open, it may take the place of this."""
+        """The fast path if only a pool guesses: while no window is open, it replaces this object."""
         self.windows: Windows | None = None
         """The Jacobi windows of the call, if there are any."""
         self._guessers: dict[int, Guesser] = {}  # of this call, by the number of their source
@@ -129,13 +129,13 @@ class Combined(Guesser):
 
     @cached_property
     def _together(self) -> "Together":
-        from lookahead.guessing.together import Together  # where a pool guesses alone, nobody asks for it
+        from lookahead.guessing.together import Together  # a single pool does not need it
 
         return Together(self._sources, self._guessers, self._ledger, self._budget, self._stats, self._vocabulary)
 
     @property
     def paid_seconds(self) -> float:
-        """What the sources that are not free took in the current step."""
+        """Seconds of the sources that are not free in the current step."""
         return self._together.paid_seconds
 
     def propose(self, texts: list[list[int]], limits: Limits) -> list[GuessTree]:

@@ -1,4 +1,4 @@
-"""The Jacobi windows of a call, which feed the pool. They are tried now and then, and kept while they pay."""
+"""The Jacobi windows of a call, which feed the pool. They are tried now and then, and used while they pay."""
 
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class WindowSource(GuessSource):
-    """Keeps a Jacobi window for each sequence. It proposes no guesses: its n-grams go into the wrap's pool."""
+    """Has a Jacobi window for each sequence. It proposes no guesses: the pool learns its n-grams."""
 
     is_free = True
 
@@ -24,7 +24,7 @@ class WindowSource(GuessSource):
 
     @property
     def size(self) -> tuple[int, int] | None:
-        """W and N that windows should have now; None: there should be none."""
+        """W and N of windows that should be open now; None: no window."""
         return self.trials.size if self.trials else self._given
 
     @property

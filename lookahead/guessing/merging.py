@@ -1,7 +1,7 @@
 """The trees of several sources as one, with their claims calibrated.
 
-A claim is the probability that a source gives to a guess, once the guess's parent is accepted. A source speaks at a
-node if it proposes anything below it.
+A claim is the probability that a source gives a guess if the guess's parent is accepted. A source speaks at a
+node if it proposes any children of it.
 """
 
 from collections.abc import Iterator
@@ -13,13 +13,13 @@ from ngram_pool import GuessTree
 from ngram_pool.forks import Lock
 
 BINS = 10  # of claims, equally wide
-PRIOR = 8.0  # guesses that each bin starts with, which came true as claimed
+PRIOR = 8.0  # guesses that each bin starts with, accepted as often as claimed
 MIN_CLAIM = 1e-6  # smaller claims count as this, so that there is no division by 0
 FADE = 0.995  # factor by which a bin, or a mixture, fades with each guess that it counts
 
 
 class Calibration:
-    """How often claims come true, by their size."""
+    """The share of accepted guesses, by the size of claims."""
 
     def __init__(self) -> None:
         middles = (np.arange(BINS) + 0.5) / BINS
@@ -39,7 +39,7 @@ class Calibration:
 
 
 class Mixture:
-    """How much each of the sources that speak at a node is believed: their claims are averaged by these weights.
+    """The weights by which the claims of the sources that speak at a node are averaged.
 
     The weights follow the tokens that were emitted, by one step of expectation maximisation for each.
     """
@@ -61,19 +61,20 @@ class Mixture:
 
 
 class Experience:
-    """How often the claims of sources came true, over all calls."""
+    """The shares of accepted guesses of all sources, over all calls."""
 
     def __init__(self) -> None:
         self._calibrations: dict[tuple[frozenset[int], frozenset[int]], Calibration] = {}
         self._mixtures: dict[frozenset[int], Mixture] = {}
 
     def calibration(self, speakers: frozenset[int], proposers: frozenset[int]) -> Calibration:
-        """Return the calibration of guesses that exactly these of the speakers propose: agreement makes surer."""
+        """Return the calibration of guesses that exactly these of the speakers propose: agreement raises
+        probability."""
         known = self._calibrations.get((speakers, proposers))
         return known or self._calibrations.setdefault((speakers, proposers), Calibration())
 
     def mixture(self, speakers: frozenset[int]) -> Mixture:
-        """Return the beliefs in these sources where exactly they speak."""
+        """Return the weights of these sources at nodes where exactly they speak."""
         return self._mixtures.get(speakers) or self._mixtures.setdefault(speakers, Mixture(speakers))
 
 
@@ -109,7 +110,7 @@ class Node:
             nodes.append(node)
 
     def worth(self, experience: Experience) -> list[tuple[float, "Node"]]:
-        """Return the children, each with the probability that it is accepted once this node is, likeliest last."""
+        """Return the children, each with its probability if this node is accepted, most likely last."""
         if not self.children:
             return []
         speakers = self.speakers
@@ -122,7 +123,7 @@ class Node:
         return sorted(((each / excess, child) for each, child in worth), key=lambda pair: pair[0])
 
     def settle(self, token: int, experience: Experience) -> None:
-        """Count that the text went on with this token."""
+        """Count that the text continued with this token."""
         speakers = self.speakers
         mixture = experience.mixture(speakers)
         for child in self.children.values():
@@ -132,7 +133,7 @@ class Node:
             mixture.count(self.children[token].claims)
 
     def tree(self, experience: Experience) -> GuessTree:
-        """Return the tree below this root with calibrated probabilities, depth-first, likeliest child first."""
+        """Return the tree below this root with calibrated probabilities, depth-first, most likely child first."""
         rows: list[tuple[int, int, int, float]] = []  # token, parent, source, probability
         waiting: list[tuple[Node, int, float]] = [(self, -1, 1.0)]
         while waiting:
@@ -145,7 +146,7 @@ class Node:
         return GuessTree.of(*zip(*rows, strict=True)) if rows else GuessTree.empty()
 
     def settle_along(self, emitted: list[int], accepted: int, experience: Experience) -> Iterator[int]:
-        """Count which claims came true along the emitted tokens; `accepted` of these were guesses.
+        """Count accepted and rejected claims along the emitted tokens, of which ``accepted`` were guesses.
 
         Yields the sources that proposed an accepted guess, for each guess.
         """

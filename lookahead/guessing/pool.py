@@ -15,9 +15,9 @@ TOP_K = 8  # next tokens learned from each row of logits
 
 
 class PoolSource(GuessSource):
-    """Proposes the likeliest continuations that a pool knows."""
+    """Proposes the most likely continuations that a pool knows."""
 
-    # 256 rows of a prompt earned 0 to 0.8% more tokens a step, and take four times as long.
+    # 256 rows of a prompt gained 0 to 0.8% more tokens a step, and took four times as long.
     needs = Needs(prompt_logits=64, top_k=TOP_K)
     is_free = True
     is_calibrated = True  # the pool calibrates itself in each step
@@ -38,7 +38,7 @@ class PoolSource(GuessSource):
 
 
 class PoolGuesser(Guesser):
-    """A pool in one call: it guesses, and learns what the model says."""
+    """A pool in one call: it guesses, and learns from texts and logits."""
 
     def __init__(self, pool: NgramPool, temperature: float = 1.0, vocabulary: int = 2**31):
         """temperature: at which the next tokens are drawn. vocabulary: of the model; default: all ids of a pool."""
@@ -77,10 +77,10 @@ class PoolGuesser(Guesser):
 
 
 class PoolAlone:
-    """The pool as the only source of a step: nothing has to be combined, checked or calibrated."""
+    """The pool as the only source of a step: nothing must be merged, checked or calibrated."""
 
     paid_seconds = 0.0
-    """What sources that are not free took."""
+    """Seconds of sources that are not free."""
 
     def __init__(self, pool: Guesser, stats: SourceStats):
         """pool: the only guesser. stats: counts what it does."""

@@ -22,7 +22,7 @@ class Needs:
     hidden_states: tuple[int, ...] = ()
     """Layers whose outputs it needs, of prompts and of steps: 0 is the embedding, 1 the first layer."""
     top_k: int = 0
-    """How many of the likeliest tokens of a step's rows it looks at, up to MAX_COUNT: `Outcome.top_k`."""
+    """How many top tokens of a step's rows it uses, up to MAX_COUNT: `Outcome.top_k`."""
 
     def __post_init__(self) -> None:
         for name, value, most in (
@@ -47,7 +47,7 @@ class Batch:
     pool: NgramPool
     """The wrap's pool."""
     has_rate: bool = False
-    """Whether `Limits.rate` will be given."""
+    """Whether `Limits.rate` will be set."""
 
     def sequences_of(self, text: list[int]) -> list[int]:
         """Return the sequences with the prompt that `observe_prompt` sees; none for embeddings, unless alone."""
@@ -69,10 +69,10 @@ class Limits:
     is_chain: bool
     """Whether only single branches can be verified."""
     rate: float | None = None
-    """The recent tokens per second, which a source's time is worth; None if time does not matter."""
+    """The recent tokens per second, by which a source can value its time; None if time does not matter."""
     draws: Sequence[np.ndarray | None] = ()
-    """For each sequence, float32 [k, vocabulary]: the exponential variates that will choose its next k tokens, the
-    largest probability / variate each time; None where they are not known. Empty if no sequence's are."""
+    """For each sequence, float32 [k, vocabulary]: the exponential variates of its next k tokens. The token with the
+    largest probability / variate is chosen. None if unknown. Empty if those of all sequences are unknown."""
 
 
 @dataclass(frozen=True)
@@ -88,40 +88,41 @@ class Outcome:
     paths: list[list[int]]
     """The accepted rows of each sequence's step, beginning with row 0, the root."""
     emitted: list[list[int]]
-    """The tokens that each sequence goes on with, one for each accepted row."""
+    """The new tokens of each sequence, one for each accepted row."""
     hidden_states: dict[int, torch.Tensor] = field(default_factory=dict)
     """[rows, hidden] by layer, for the layers that a source needs."""
     top_k: tuple[np.ndarray, np.ndarray] | None = None
-    """`top_k` of these rows, at least of roots and guesses, as many tokens as the sources need together
-    (`Needs.top_k`), at the temperature of the call; None if the pass has not found them."""
+    """`top_k` of these rows, at least of roots and guesses, for as many tokens as all sources need (`Needs.top_k`), at
+    the temperature of the call; None if the pass has not found them."""
     first: Sequence[int] = (0,)
     """The row of each sequence's root."""
 
 
 class Guesser:
-    """Guesses in one call of generate(). What it holds belongs to this call. A subclass must define only `propose`."""
+    """Makes guesses in one call of generate(), and holds the state of the call. Subclasses must define only
+    `propose`."""
 
     passes: int = 0
-    """Passes of its own model or heads that it has made in this call to propose, for the statistics."""
+    """For the statistics: passes of its own model or heads in this call."""
 
     def observe_prompt(self, text: list[int], logits: torch.Tensor, hidden_states: dict[int, torch.Tensor]) -> None:
-        """See a prompt after its prefill, once for all sequences that share it.
+        """Observe a prompt after its prefill, once for all sequences that share it.
 
-        logits: [k, vocabulary], the prompt's last rows, at least ``needs.prompt_logits`` where it has so many.
+        logits: [k, vocabulary], the prompt's last rows: at least ``needs.prompt_logits``, or all.
         hidden_states: [n, hidden] by layer, for the positions that were not cached before.
         """
         return
 
     def attach(self, model: PreTrainedModel, cache: AnyCache) -> None:
-        """Receive the model that decodes and the cache of the call, once, after all prompts are computed.
+        """Receive the decoding model and the cache of the call, once, after all prefills.
 
-        Before each `propose`, the cache holds all of a text but its last token. Between the methods of a guesser it
-        must hold nothing else (`LookaheadCache.part` lends layers).
+        Before each `propose`, the cache holds all tokens of a text except the last. A guesser may add rows only within
+        a method (`LookaheadCache.part` lends layers).
         """
         return
 
     def propose(self, texts: list[list[int]], limits: Limits) -> list[GuessTree]:
-        """Return, for each sequence of the batch, a tree of guesses that may follow its text."""
+        """Return a tree of guesses for each sequence of the batch."""
         raise NotImplementedError(f"{type(self).__name__} defines no propose(texts, limits)")
 
     def look_ahead(self, limits: Limits) -> list[list[np.ndarray]]:
@@ -129,11 +130,11 @@ class Guesser:
         return [[] for _ in limits.depths]
 
     def observe(self, outcome: Outcome) -> None:
-        """See the result of a step."""
+        """Observe the result of a step."""
         return
 
     def select(self, sequences: list[int]) -> None:
-        """Keep only these sequences of the batch: the others have ended."""
+        """Continue with only these sequences of the batch; the others have ended."""
         return
 
     def end(self) -> None:
@@ -144,24 +145,24 @@ class Guesser:
 class GuessSource(Guesser):
     """A source of guesses, for all calls of a wrapped model, also in several threads at once.
 
-    Each call gets a guesser of its own from `start`, as each loop gets an iterator of its own from an iterable. A
-    source whose guesses depend on texts alone needs none: it defines `propose`, and guesses in every call itself.
+    Each call gets its own guesser from `start`, as each loop gets its own iterator from an iterable. A source whose
+    guesses depend only on the texts needs no guesser: it defines `propose`, and is the guesser of every call.
     """
 
     needs: Needs = Needs()
     is_calibrated: bool = False
-    """Whether its probabilities are used as they are. Other sources' are corrected by how often guesses came true."""
+    """Whether its probabilities are used unchanged. Those of others are corrected by the share of accepted guesses."""
     is_free: bool = False
-    """Whether asking it takes almost no time. Other sources are asked only while the tokens that they alone propose are
-    worth the time, and are tried again from time to time. They have no part in calls that are too short for that."""
+    """Whether asking it takes almost no time. Other sources are asked only while the tokens that only they propose are
+    worth the time, and are tried again from time to time. They take no part in calls that are too short for that."""
 
     def start(self, batch: Batch) -> Guesser:
-        """Begin a call: return what guesses in it."""
+        """Begin a call: return its guesser."""
         return self
 
 
 def can_guess(source: object) -> bool:
-    """Whether this is a source of guesses that proposes any, or has a guesser."""
+    """Whether this is a source of guesses: it defines `propose` or `start`."""
     return isinstance(source, GuessSource) and (
         type(source).propose is not Guesser.propose or type(source).start is not GuessSource.start
     )
@@ -174,10 +175,10 @@ def top_k(
     draws: torch.Tensor | None = None,
     vocabulary: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the ``count`` likeliest next tokens of each row and their probabilities, [..., count], likeliest first.
+    """Return the top ``count`` next tokens of each row and their probabilities, [..., count], most likely first.
 
     draws: float32 [..., tokens], the variates by which each row's token will be chosen (`Limits.draws`), 1 where they
-    are not known. The probabilities are then divided by them, and scaled to add up to 1.
+        are unknown. The probabilities are then divided by them and normalized.
     vocabulary: int64, the token that each column of the logits stands for; default: the column's number.
     """
     count = min(count, logits.shape[-1])

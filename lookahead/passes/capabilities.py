@@ -48,7 +48,7 @@ def once(model: PreTrainedModel, what: Hashable, cpu_kernels: bool, find: Callab
 
 
 def once_for_all(model: PreTrainedModel, what: str, cpu_kernels: bool, find: Callable[[], str | None]) -> str | None:
-    """Return what is wrong, by ``find``; None if nothing is. Later processes are told that nothing is."""
+    """Return what is wrong, by ``find``; None if nothing is. That nothing is wrong is stored for later processes."""
 
     def find_or_read() -> str | None:
         path = verdicts.path_of(model, what, cpu_kernels)
@@ -67,7 +67,7 @@ def find_adapter(model: PreTrainedModel, cpu_kernels: bool = True) -> ModelAdapt
     """Return the adapter of ``model``, probed once for each way of computing.
 
     cpu_kernels: use our own kernels on a CPU.
-    Raises UnsupportedModelError if lookahead cannot give the model's own output.
+    Raises UnsupportedModelError if lookahead would change the model's output.
     """
     cpu_kernels = cpu_kernels and device_of(model).type == "cpu"
     try:
@@ -83,7 +83,7 @@ def choose_runner(
     config: LookaheadConfig,
     hidden_states: tuple[int, ...] = (),
 ) -> tuple[EagerRunner, dict[str, str]]:
-    """Return the fastest runner that the settings admit, and the reasons against faster ones, by what they are called.
+    """Return the fastest runner that the settings allow, and the reasons against faster ones, by their names.
 
     hidden_states: layers whose output is requested (`EagerRunner`).
     """
@@ -93,9 +93,7 @@ def choose_runner(
         fused = fused_runner(model, adapter, hidden_states, config.pack_weights)
         if isinstance(fused, FusedRunner):
             if size := fused.declined_bytes:
-                reasons["packed weights"] = (
-                    f"their copy would take {size / 1e9:.1f} GB (pack_weights=True makes it)"
-                )
+                reasons["packed weights"] = f"their copy would take {size / 1e9:.1f} GB (pack_weights=True makes it)"
             return fused, reasons
         reasons["fused passes"] = fused
     return EagerRunner(model, adapter, hidden_states), reasons
@@ -131,7 +129,7 @@ def can_batch(model: PreTrainedModel, adapter: ModelAdapter) -> bool:
 
 def _compare_with_plain(runner: EagerRunner, **options: Any) -> str | None:
     """`probe.compare_with_plain`."""
-    from lookahead.passes import probe  # what an earlier process has tried need not be tried again
+    from lookahead.passes import probe  # not needed if an earlier process has probed the model
 
     return probe.compare_with_plain(runner, **options)
 
@@ -142,7 +140,7 @@ def _read_or_try_ways(model: PreTrainedModel, cpu_kernels: bool) -> ModelAdapter
     known = verdicts.load(path)
     if known is not None and known.keys() == set(_KEPT):
         return replace(read_config(model, known["branches_states"]), **known)
-    from lookahead.passes.ways import try_ways  # what an earlier process has found need not be tried
+    from lookahead.passes.ways import try_ways  # not needed if an earlier process has found the adapter
 
     with kept_for_later():
         adapter = try_ways(model, cpu_kernels)

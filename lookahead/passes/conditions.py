@@ -1,5 +1,5 @@
-"""Whether a model's own passes are what lookahead takes them to be, where a call has unusual conditions: training mode,
-no cache, or padding before layers that keep a state. Each is tried once for each state of the model.
+"""Tests of a model's own passes under unusual conditions: training mode, no cache, or padding before layers that keep a
+state. Each test runs once for each state of the model.
 """
 
 import numpy as np
@@ -16,9 +16,9 @@ from lookahead.passes.rounding import relative_error
 
 
 def hides_padding(model: PreTrainedModel, adapter: ModelAdapter) -> bool:
-    """Whether plain passes over a batch leave padding out of the states of its layers.
+    """Whether plain passes over a batch keep padding out of the states of layers.
 
-    transformers hides it before a layer computes. A bias may bring it back.
+    transformers masks it before a layer computes. A bias may bring it back.
     """
     return once(model, "padding", True, lambda: _try_padding(model, adapter))
 
@@ -29,9 +29,9 @@ def same_without_cache(model: PreTrainedModel, adapter: ModelAdapter) -> bool:
 
 
 def what_training_changes(model: PreTrainedModel, adapter: ModelAdapter) -> str | None:
-    """Say what passes do otherwise because parts of the model are in training mode; None if nothing.
+    """Return what passes do differently because parts of the model are in training mode; None if nothing.
 
-    What is seen or not known counts without a trial.
+    Settings that change something, and unknown parts, need no trial.
     """
     state = state_of(model)
     if (random := random_part(model, state.names)) is not None:

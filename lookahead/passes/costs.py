@@ -1,6 +1,6 @@
 """What a step costs: c(T, L), the seconds of a pass over T rows when L positions are committed.
 
-Costs are measured once for each model, machine, dtype, number of threads and way of computing. They are kept in the
+Costs are measured once for each model, machine, dtype, number of threads and way of computing. They are stored in the
 user's cache directory. Every decoded step corrects them a little.
 """
 
@@ -34,9 +34,9 @@ RUNGS = (1, 2, 4, 8, 16, 32, 64, 128)  # numbers of rows that are measured
 _RUNGS = np.array(RUNGS, float)
 LONG_CONTEXT = 1024  # positions in the long cache
 SECONDS = 1.5  # time for measuring; long passes take more
-FOLLOW_RATES = 0.02, 0.01  # how far the time of a step moves the nearest rungs, and all of them
-RENEWAL = 128  # a rung that was last timed n steps ago is moved by n / RENEWAL of the way, at least by the rate above
-LONG_AGO = 0.5  # and at most so far
+FOLLOW_RATES = 0.02, 0.01  # how far the time of a step moves the nearest rungs, and all rungs
+RENEWAL = 128  # a rung that was last timed n steps ago moves by n / RENEWAL, at least by the rate above
+LONG_AGO = 0.5  # and at most by this
 MANY_ROWS = 16  # scale of the rows when overheads are fitted
 LEAST_OVERHEAD = 1e-6
 FOLDER = Path(platformdirs.user_cache_dir("lookahead")) / "step-costs"
@@ -44,18 +44,18 @@ REWRITE_RATIO = 1.25  # the file is rewritten when the costs differ from it by t
 
 
 class Prices(NamedTuple):
-    """`StepCosts` as plain numbers, for those who ask many times in each step."""
+    """`StepCosts` as plain numbers, for callers that need them many times in each step."""
 
     passes: list[float]
     """Seconds of passes over 0, 1, 2, ... rows when nothing is committed."""
     per_position: float
     """Seconds that each committed position adds to the first row of a sequence."""
     per_position_and_row: float
-    """Seconds that each committed position adds to each further row of it."""
+    """Seconds that each committed position adds to each other row of it."""
     overhead: float
     overhead_per_row: float
     least_of_row: float
-    """Seconds that a further row adds to a step where nothing is committed, and where it adds least."""
+    """The least seconds that one more row adds to a step when nothing is committed."""
 
 
 @dataclass
@@ -65,8 +65,8 @@ class StepCosts:
     seconds: np.ndarray
     """Seconds of passes over RUNGS rows when nothing is committed, float64 [rungs]."""
     per_position: np.ndarray
-    """Seconds that each committed position adds to the first row of a sequence, and to each further row of it, float64
-    [2]."""
+    """Seconds that each committed position adds to the first row of a sequence, and to each other row, float64
+        [2]."""
     overhead: float = 1e-3
     """Seconds of a step of one row outside of its pass."""
     overhead_per_row: float = 3e-5
@@ -77,7 +77,7 @@ class StepCosts:
     _ages: np.ndarray = field(default_factory=lambda: np.zeros(len(RUNGS)), repr=False, compare=False)
     # for each rung, the steps since one last had about as many rows
     prices: Prices | None = field(default=None, repr=False, compare=False)
-    """What `priced` has made of all this; None after a change."""
+    """The result of `priced`; None after a change."""
     _lock: Lock = field(default_factory=Lock, repr=False, compare=False)
 
     def __call__(self, rows: np.ndarray | int, length: np.ndarray | int, sequences: int = 1) -> np.ndarray:
@@ -86,7 +86,7 @@ class StepCosts:
         return base + length * (sequences * self.per_position[0] + (rows - sequences) * self.per_position[1])
 
     def priced(self, most: int = RUNGS[-1]) -> Prices:
-        """Return and keep all this as plain numbers, for passes over up to ``most`` rows at least."""
+        """Return and store the costs as plain numbers, for passes over up to ``most`` rows at least."""
         passes = self._without_positions(np.arange(2 * max(most, RUNGS[-1])), self.seconds).tolist()
         least = min((passes[b] - passes[a]) / (b - a) for a, b in pairwise(RUNGS)) + self.overhead_per_row
         first, further = self.per_position.tolist()
@@ -102,7 +102,7 @@ class StepCosts:
         return base
 
     def of_step(self, rows: np.ndarray | int, length: np.ndarray | int, sequences: int = 1) -> np.ndarray:
-        """Return the seconds of whole steps: their passes, and what is done between them."""
+        """Return the seconds of whole steps: passes, and the code between them."""
         return self(rows, length, sequences) + self.between(rows)
 
     def between(self, rows: np.ndarray | int) -> np.ndarray | float:
@@ -112,8 +112,8 @@ class StepCosts:
     def follow(self, rows: int, length: int, seconds: float, overhead: float | None = None, sequences: int = 1) -> None:
         """Correct the costs by a step whose pass took ``seconds``, with ``overhead`` seconds outside of it, if known.
 
-        The correction is divided between rows and positions in proportion to the seconds expected of each. The longer
-        no step has had about so many rows, the further this one moves what they cost.
+        The correction is divided between rows and positions in proportion to their expected seconds. The longer no step
+        has had about this many rows, the larger is the correction.
         """
         local, everywhere = FOLLOW_RATES
         alone = float(self._without_positions(np.array(rows), self.seconds))
@@ -160,7 +160,7 @@ def _nearness(rows: int) -> np.ndarray:
 
 
 def ascending(seconds: np.ndarray) -> np.ndarray:
-    """Fewer rows cost no more. If it seems so, the machine was busy, and rows that are seldom used would keep that."""
+    """Fewer rows cost no more. If they seem to, the machine was busy, and rarely used rows would never be corrected."""
     return np.minimum.accumulate(seconds[::-1])[::-1]
 
 
@@ -194,7 +194,7 @@ def step_costs(runner: EagerRunner, anew: float | None = None) -> StepCosts:
         path = path_of(model, environment(model), *now)
         costs = None if anew else _load(path)
         if costs is None:
-            from lookahead.passes.measuring import measured  # where a file has the costs, nobody needs it
+            from lookahead.passes.measuring import measured  # not needed if a file has the costs
 
             costs = measured(runner, anew, path)
         costs.save()
@@ -203,13 +203,13 @@ def step_costs(runner: EagerRunner, anew: float | None = None) -> StepCosts:
 
 
 def path_of(model: PreTrainedModel, *depends_on: object) -> Path:
-    """Name a file of measurements by the model and all else that they depend on."""
+    """Return the file of measurements, named by the model and everything else that they depend on."""
     text = json.dumps([type(model).__name__, settings_of(model.config), *depends_on], sort_keys=True, default=str)
     return FOLDER / f"{model.config.model_type}-{xxhash.xxh3_64_hexdigest(text.encode())}.json"
 
 
 def write_json(path: Path, data: dict) -> None:
-    """Write a file at once, so that no reader finds half of it. Raises OSError."""
+    """Write a file atomically. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".new", delete=False) as file:
         json.dump(data, file, indent=1)

@@ -1,7 +1,7 @@
-"""What passes in one call have made of a model, which outlives a call of generate().
+"""The program and the packed weights of a model, which outlive a call of generate().
 
-Weights may be written to at any time, by the user, an optimizer or another thread. So nothing here is used before it is
-known to be of the weights as they are.
+Weights may change at any time, by the user, an optimizer or another thread. So before anything here is used, it is
+checked against the weights.
 """
 
 import os
@@ -29,7 +29,7 @@ Packs = bool | Literal["auto"]  # `LookaheadConfig.pack_weights`
 
 @dataclass
 class ReadyProgram:
-    """A program that is ready to run, and what it was made of. While no call has it, it holds none of the model's
+    """A program that is ready to run, and what it was made of. While no call uses it, it holds none of the model's
     tensors.
     """
 
@@ -39,24 +39,24 @@ class ReadyProgram:
     watch: "Watch"
     executor: Executor
     original: Executor | None
-    """Reads the weights that copies were made of, and finds their digests; None if no pass reads all of them, or if it
-    would round otherwise.
+    """Reads the weights that were packed, and computes their digests; None if no pass reads all of them, or if it
+    would round differently.
     """
     digests: dict[int, bytes | None]
     """Those of the weights that have copies, by their number in the program."""
     most_compared: int
-    """Rows of a pass by `original`, at most. Before one of more, all weights are read for their digests alone."""
+    """Most rows of a pass by `original`. Before a pass over more rows, all weights are read only for their digests."""
     computed: list[object] | None
-    """What may have been computed from the tensors (`Program.computed`); None: nothing was, unless it is compared with
-    them. If something was, this is not kept until the next call.
+    """Values that may have been computed from the tensors (`Program.computed`); None if there are none, or if they are
+    checked. Otherwise this program is not kept for the next call.
     """
     most_read: int
-    """Tokens of a prompt that it reads, at most."""
+    """Most tokens of a prompt that it prefills."""
     weight_bytes: int
     declined_bytes: int
-    """Bytes, about, of a copy of the weights that was not made because it is large."""
+    """Estimated bytes of a packed copy that was not made because it is large."""
     runners: "WeakSet[EagerRunner]" = field(default_factory=WeakSet)
-    """Those of calls under way."""
+    """Those of running calls."""
     waits: bool = False
     """Whether it holds none of the model's tensors."""
 
@@ -68,8 +68,8 @@ class ReadyProgram:
             executor.let_go()
 
     def serves(self, model: PreTrainedModel, adapter: ModelAdapter, packs: bool | Literal["auto"]) -> bool:
-        """Whether it can serve one more call: whether all is as it was, but for numbers in weights that have copies:
-        those `original` compares.
+        """Whether one more call can use it: nothing has changed, except possibly numbers in packed weights, which
+        `original` checks.
         """
         if not (self.state is state_of(model) and self.layers == adapter.layers and self.packs == packs):
             return False
@@ -83,7 +83,7 @@ class ReadyProgram:
         return is_same and (self.original is not None or not self.executor.has_changed())
 
     def holds(self, original: Executor) -> bool:
-        """Whether the copies hold the weights, whose digests a pass has found."""
+        """Whether the copies match the weights, whose digests a pass has computed."""
         return all(original.digests[i].tobytes() == digest for i, digest in self.digests.items())
 
     @property
@@ -92,19 +92,19 @@ class ReadyProgram:
 
 
 class PackedModel:
-    """The copies of a model's weights in fewer bits, and its program.
+    """The packed weights of a model, and its program.
 
-    It lives from the first look at the model to `forget`, which unwrapping calls, or as long as the model.
+    It lives until `forget`, which `unwrap` calls, or as long as the model.
     """
 
     def __init__(self) -> None:
         self.turn = threading.RLock()
-        """What a thread holds during a pass: two passes at once would take each other's cores."""
+        """Lock that a thread holds during a pass, because two passes at once would compete for cores."""
         self.bytes_in_blocks = 0
-        """Bytes of the weights that are read from the blocks of a GGUF file, where they are."""
+        """Bytes of the weights that are read directly from the blocks of a GGUF file."""
         self._copies: dict[int, Linear] = {}
         self._waiting: ReadyProgram | None = None
-        self._in_use: ref[ReadyProgram] | None = None  # calls under way hold it
+        self._in_use: ref[ReadyProgram] | None = None  # running calls hold it
 
     @property
     def copied_bytes(self) -> int:
@@ -119,17 +119,17 @@ class PackedModel:
         return pack(program, self._copies, indexes=indexes)
 
     def find(self, model: PreTrainedModel, adapter: ModelAdapter, packs: Packs) -> ReadyProgram | None:
-        """Return the program that other calls have, or that the last one has left, if it is of the model as it is."""
+        """Return the program of other running calls, or of the last call, if the model has not changed."""
         ready, self._waiting = self._waiting or (self._in_use() if self._in_use else None), None
         return ready if ready is not None and ready.serves(model, adapter, packs) else None
 
     def enter(self, ready: ReadyProgram, runner: EagerRunner) -> None:
-        """Note that the call of ``runner`` has this program."""
+        """Note that the call of ``runner`` uses this program."""
         self._in_use = ref(ready)
         ready.runners.add(runner)
 
     def leave(self, ready: ReadyProgram, runner: EagerRunner, is_current: bool) -> None:
-        """Note that a call has ended. The last one leaves its program to the next, if it ``is_current``."""
+        """Note that a call has ended. If it was the last one, its program is kept for the next if it ``is_current``."""
         ready.runners.discard(runner)
         if is_current and ready.computed is None and not ready.runners:
             ready.let_go()
@@ -144,12 +144,12 @@ def packed_of(model: PreTrainedModel) -> PackedModel:
 
 
 def forget(model: PreTrainedModel) -> None:
-    """Free what is kept of a model that no call decodes."""
+    """Free the packed weights and the program of a model that no call decodes."""
     _packed.pop(model, None)
 
 
 def _after_fork() -> None:
-    """Make new locks: a child has none of the threads that held the old ones."""
+    """Make new locks, because a forked child has none of the threads that held the old ones."""
     for packed in list(_packed.values()):
         packed.turn = threading.RLock()
 

@@ -1,4 +1,4 @@
-"""How far rounding alone may move a row of logits from one pass to another."""
+"""How much rounding alone can change a row of logits from one pass to another."""
 
 import torch
 

@@ -29,12 +29,11 @@ if TYPE_CHECKING:
     from lookahead.models.recurrence import Forest
 
 TopK = tuple[int, float | Sequence[float]]
-"""How many of the most probable tokens are wanted, and the temperature of their probabilities: one, or one of each
-sequence."""
+"""The number of top tokens to find, and the temperature of their probabilities: one, or one for each sequence."""
 
 
 class Company(NamedTuple):
-    """A pass that several calls have shared."""
+    """A pass that several calls share."""
 
     rows: int
     sequences: int
@@ -53,33 +52,33 @@ class Output:
     first: Sequence[int] = (0,)
     """The row of each sequence's root."""
     has_nan: bool | None = None
-    """Whether a row is NaN; None if the pass has not found out."""
+    """Whether a row is NaN; None if unknown."""
     top_k: tuple[np.ndarray, np.ndarray] | None = None
-    """For a step, the likeliest tokens that were asked for, if the pass has found them: tokens, int64, and
+    """For a step, the requested top tokens, if the pass has found them: tokens, int64, and
     probabilities, float32 [rows, count], as `guessing.source.top_k` returns them; roots and guesses at least."""
     argmax: list[int] | None = None
-    """The token with the largest logit in each row, or with `top_k` in each of these, the first of equals; -1 where
-    the row holds a NaN or no number is the largest. None if the pass has not found them."""
+    """The argmax of each row, or with `top_k` of each of these rows, the first of equals; -1 if the row has a NaN or no
+    number is the largest. None if the pass has not found them."""
     company: Company | None = None
     """The whole pass, if other calls have shared it."""
 
 
 def looked_through(output: Output) -> Output:
-    """Find the largest logit of each row, and NaNs, where another device has computed them. It is waited for, once."""
+    """Find the argmax of each row, and NaNs, in logits on another device. Waits for the device once."""
     largest, tokens = output.logits.max(-1)  # of equals the first, as `generate` takes; a NaN is larger than all
     argmax, has_nan = torch.stack([tokens.where(largest.isfinite(), -1), largest.isnan()]).tolist()
     return replace(output, argmax=argmax, has_nan=any(has_nan))
 
 
 def joined(outputs: Sequence[Output]) -> Output:
-    """Return what passes over one sequence each have computed as that of one pass."""
+    """Join the outputs of passes over one sequence each into that of one pass."""
     first = [0, *accumulate(len(output.logits) for output in outputs)][:-1]
     hidden = {i: torch.cat([output.hidden_states[i] for output in outputs]) for i in outputs[0].hidden_states}
     return Output(torch.cat([output.logits for output in outputs]), hidden, first)
 
 
 def _of_tokens(states: torch.Tensor) -> torch.Tensor:
-    """[sequences, tokens, hidden]. In Gemma 3n, a token has several states, which come to stand side by side."""
+    """[sequences, tokens, hidden]. In Gemma 3n, a token has several states, which are concatenated."""
     return states if states.ndim < 4 else states.permute(1, 2, 0, 3).flatten(2)
 
 
@@ -89,13 +88,13 @@ class EagerRunner:
     name = "eager"
     """The runner's name in reports."""
     weight_bytes = 0
-    """Bytes of weights that a pass multiplies with; 0 if it is not known."""
+    """Bytes of weights that a pass reads; 0 if unknown."""
     most_read = 0
-    """Tokens of a prompt, at most, that passes of our own read; longer ones are left to the model's own code."""
+    """Most tokens of a prompt that fused passes prefill; the model's own code prefills longer ones."""
     is_ragged = False
-    """Whether each sequence has a cache of its own, and a pass just the rows of each step. If not, they are padded."""
+    """Whether each sequence has its own cache, and a pass only the rows of each step. If not, steps are padded."""
     company: Hashable | None = None
-    """What the runners of calls that share a pass have alike; None: its passes are not shared."""
+    """Equal for runners of calls that can share a pass; None: its passes are not shared."""
 
     def __init__(self, model: PreTrainedModel, adapter: ModelAdapter, hidden_states: tuple[int, ...] = ()):
         """hidden_states: layers whose output is requested. 0 is the embedding, 1 the first layer."""
@@ -105,15 +104,15 @@ class EagerRunner:
         self._extras = {"output_hidden_states": True} if hidden_states else {}
 
     def join(self, caches: list[LookaheadCache], expected_length: int = 0) -> AnyCache:
-        """Return what holds all these sequences. Arguments as for `ModelAdapter.join`."""
+        """Return a cache with all these sequences. Arguments as for `ModelAdapter.join`."""
         return self.adapter.join(caches, expected_length)
 
     def begin(self, cache: AnyCache) -> AnyCache:
-        """Return a cache that holds the same prompts, for all steps until `end`."""
+        """Return a cache with the same prompts, for all steps until `end`."""
         return cache
 
     def end(self) -> None:
-        """Release what the steps needed. No step follows."""
+        """Release what the steps needed, after the last step."""
 
     def eager(self, cache: AnyCache) -> tuple["EagerRunner", AnyCache]:
         """Return a runner of the model's own code, and the cache for its steps, which are single tokens.
@@ -136,10 +135,9 @@ class EagerRunner:
         T is the number of rows of the longest step that are not computed yet (`Step.computed`, the same in all steps).
         Rows that pad the shorter steps hold nothing useful.
         last: for each sequence, the last position for window tokens (`Step.positions`).
-        top_k: of the likeliest tokens after the root and each guess. Passes that have no cheap way to find them do
-            not.
-        others_ran: whether code that is not ours may have run in this thread since the last pass, and changed weights.
-            If not, a runner that keeps copies of weights looks at a part of them alone.
+        top_k: the top tokens to find after the root and each guess, if the pass can find them cheaply.
+        others_ran: whether foreign code may have run in this thread since the last pass, and changed weights. If not, a
+            runner with packed copies checks only a part of them.
         """
         if isinstance(cache, SeparateCaches):
             each = enumerate(zip(steps, cache.each, strict=True))
@@ -155,7 +153,7 @@ class EagerRunner:
         inputs = {adapter.cache_argument: cache, "use_cache": True}
         if adapter.takes_position_ids:
             inputs["position_ids"] = tokens[1]
-        # A chain needs no mask of ours: the model's own is causal, as the probe has found.
+        # A chain needs none of our masks: the probe has found that the model's own is causal.
         if cache.paddings is not None:
             columns = np.arange(cache.lengths[0] + cache.paddings[0] + 1)
             seen = columns >= np.array(cache.paddings)[:, None]
@@ -180,11 +178,11 @@ class EagerRunner:
     def prefill(
         self, new: torch.Tensor, cache: LookaheadCache, logits_to_keep: int = 1, as_steps: bool = False
     ) -> Output:
-        """Compute a prompt of one sequence, or a portion of it, into its cache.
+        """Prefill a prompt of one sequence, or a chunk of it, into its cache.
 
-        new: token ids, int64 [1, n], or embeddings [1, n, hidden]. logits_to_keep: of so many of the last tokens, or of
-        all if there are fewer, logits are returned. as_steps: passes of our own round each row as a step would, in
-        whatever portions a prompt is read. Raises IndexError beyond the end of a table of learned positions.
+        new: token ids, int64 [1, n], or embeddings [1, n, hidden]. logits_to_keep: number of last tokens whose logits
+        are returned. as_steps: fused passes round each row as in a step, wherever chunks begin. Raises IndexError
+        beyond the end of a table of learned positions.
         """
         model, adapter = self.model, self.adapter
         held = cache.lengths[0]
@@ -217,7 +215,7 @@ class EagerRunner:
 
 
 class Pass(NamedTuple):
-    """A pass that a call wants. Fields as for `EagerRunner.run`."""
+    """A pass that a call requests. Fields as for `EagerRunner.run`."""
 
     runner: EagerRunner
     steps: list[Step]

@@ -1,7 +1,7 @@
 """Passes of several calls that run as one.
 
-A pass takes as long as its weights take to be read, or little longer, for one text or for several. Bits do not depend
-on the company (docs/numerics.md).
+A pass takes little longer than reading its weights, for one text or several. The bits of a row do not depend on the
+other rows (docs/numerics.md).
 """
 
 import time
@@ -13,11 +13,11 @@ from lookahead.passes.runner import Company, Output, Pass
 
 
 def run_together(passes: Sequence[Pass], others_ran: bool = True) -> list[Output | Exception]:
-    """Run the passes of several calls, as few as possible. Return the output of each, or the error that it failed by.
+    """Run the passes of several calls in as few passes as possible. Return the output or the error of each.
 
-    others_ran: as for `EagerRunner.run`, besides what the passes say.
+    others_ran: as for `EagerRunner.run`, in addition to the passes' own.
 
-    The call that has begun last runs a pass for others: what it has read of the model is no older than what they have.
+    The call that began last runs the shared pass, because its program of the model is the newest.
     """
     groups: dict[Hashable, list[int]] = {}
     for i, wanted in enumerate(passes):
@@ -58,7 +58,7 @@ def _run_as_one(together: list[Pass], others_ran: bool) -> list[Output]:
 
 
 def _part(joint: Output, first: Sequence[int], stop: int, company: Company) -> Output:
-    """Return the rows of one call, of which ``first`` are those of its roots, and what it can know of them."""
+    """Return the part of the output that belongs to one call. first: the rows of its roots."""
     rows = slice(first[0], stop)
     top_k = None if joint.top_k is None else (joint.top_k[0][rows], joint.top_k[1][rows])
     return Output(

@@ -1,8 +1,8 @@
-"""What the probe has found right, kept in the user's cache directory for later processes.
+"""Passed probes, stored in the user's cache directory for later processes.
 
-A verdict depends on all that `models.state` sees, on the versions of the libraries, and on our own code. So it is kept
-only where torch and transformers define all that a pass runs. Other models are tried anew in each process, and so are
-compiled ones, whose code nobody can name.
+A verdict depends on everything that `models.state` checks, on the versions of the libraries, and on our own code. So it
+is stored only if torch and transformers define all code of a pass. Other models are probed in each process, and so are
+compiled ones, whose code cannot be identified.
 """
 
 import json
@@ -25,7 +25,7 @@ FOLDER = Path(platformdirs.user_cache_dir("lookahead")) / "verdicts"
 
 
 def path_of(model: PreTrainedModel, *depends_on: object) -> Path | None:
-    """Name the file of a verdict; None if it is not to be kept. depends_on: all else that it depends on."""
+    """Return the file of a verdict; None if it must not be stored. depends_on: everything else that it depends on."""
     state = state_of(model)
     if not state.is_known or state.is_compiled:
         return None
@@ -43,7 +43,7 @@ def load(path: Path | None) -> dict | None:
 
 
 def save(path: Path | None, verdict: dict) -> None:
-    """Write a verdict. If that fails, the next process finds it again."""
+    """Write a verdict. If that fails, the next process probes again."""
     try:
         if path:
             write_json(path, verdict)

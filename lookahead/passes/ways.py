@@ -1,4 +1,4 @@
-"""Tries the ways in which a model could be decoded, and takes the fastest that gives the model's own logits."""
+"""Tries the ways in which a model could be decoded, and chooses the fastest that gives the model's own logits."""
 
 import logging
 from dataclasses import replace
@@ -61,7 +61,7 @@ def try_ways(model: PreTrainedModel, cpu_kernels: bool) -> ModelAdapter:
                 given_up.append(f"lookahead's kernels: {reason}")
                 way, reason = without, None
         if reason is None:
-            capabilities.fused_runner(model, way, trials=trials)  # is probed now, so that the first text need not wait
+            capabilities.fused_runner(model, way, trials=trials)  # probed now, so that the first text need not wait
             return replace(way, given_up=tuple(given_up))
         given_up.append(f"{what}: {reason}")
     implementation = attention_implementation(model.config)

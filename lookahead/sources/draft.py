@@ -1,7 +1,7 @@
-"""Guesses from a draft model: a tree of what it holds likely, which its passes grow best-first.
+"""Guesses from a draft model: a tree of likely tokens, which its passes grow best-first.
 
-A pass computes the likeliest guesses; what the model says after each of them are further guesses. Another pass follows
-while the tokens that it is expected to add are worth its time (a draft model: Leviathan et al. 2023, arXiv 2211.17192;
+A pass computes the most likely guesses; the model's predictions after them are more guesses. Another pass follows while
+the tokens that it is expected to add are worth its time (a draft model: Leviathan et al. 2023, arXiv 2211.17192;
 a tree that grows by its probabilities: Li et al. 2024, arXiv 2406.16858, section 4.1).
 
 A draft model looks ahead itself: its own sources guess what it will say, so that one of its passes can go several
@@ -57,7 +57,7 @@ MAX_LACKING = 32  # tokens of a text that a step's first pass computes beside gu
 ROOM = 1024  # positions beyond the text for which a cache makes room at once
 MIN_TOKENS = 0.2  # that a further pass is expected to add, where no rate says what its time is worth
 SHARPENING, MAX_SHARPNESS = 0.02, 8.0  # how far a token moves the exponent of a draft's probabilities, and its bound
-MIN_REST = 1e-6  # least probability of all tokens beyond the likeliest
+MIN_REST = 1e-6  # least probability of all tokens beyond the most likely
 # What the counts begin with: accepted rows that had the next token among their guesses, and all accepted rows.
 PRIOR_HITS, PRIOR_ROWS = 6.0, 8.0
 
@@ -110,7 +110,7 @@ class Node:
     row: int = -1
     """Its row in the passes, once it has one."""
     following: dict[int, float] = field(default_factory=dict)
-    """The likeliest next tokens and their probabilities, once it is computed."""
+    """The most likely next tokens and their probabilities, once it is computed."""
     said: np.ndarray | None = None
     """The same probabilities before they were sharpened."""
 
@@ -165,7 +165,7 @@ class Draft:
         self.computed = len(self.rows)
 
     def candidates(self, depth: int) -> list[Node]:
-        """Return what may follow the computed rows, down to this depth and less what has a row, likeliest first."""
+        """Return the children of computed rows that have no row yet, down to this depth, most likely first."""
         found = [
             Node(token, node, node.chance * probability, node.depth + 1)
             for node in self.rows[self.root.row : self.computed]
@@ -176,9 +176,9 @@ class Draft:
         return sorted(found, key=lambda node: -node.chance)
 
     def worth_a_row(self, guesses: list[Node], limits: Limits, can_branch: bool = True) -> list[Node]:
-        """Return the guesses that are worth computing: what follows them may be among the likeliest that are asked for.
+        """Return the guesses that are worth computing: their children may be among the most likely ones requested.
 
-        guesses: likeliest first. can_branch: whether a pass can compute more than a single branch.
+        guesses: most likely first. can_branch: whether a pass can compute more than a single branch.
         """
         computed = self.rows[self.root.row + 1 : self.computed]
         chances = sorted((node.chance for node in (*computed, *guesses)), reverse=True)
@@ -455,7 +455,7 @@ class DraftGuesser(Guesser):
         return asked
 
     def _ask(self, texts: list[list[int]], limits: Limits, candidates: list[list[Node]]) -> list[_Asked]:
-        """What the model's own sources guess after the likeliest guess of each draft, or after the text itself."""
+        """What the model's own sources guess after the most likely guess of each draft, or after the text itself."""
         after = [guesses[0] if guesses else draft.root for draft, guesses in zip(self._drafts, candidates, strict=True)]
         texts = [text + node.path() for text, node in zip(texts, after, strict=True)]
         depths = [max(depth - node.depth, 0) for depth, node in zip(limits.depths, after, strict=True)]
@@ -512,7 +512,7 @@ class DraftGuesser(Guesser):
             self._show(asked, logits, said[0][..., 0], computed)
 
     def _show(self, asked: list[_Asked], logits: torch.Tensor, best: np.ndarray, computed: int) -> None:
-        """Show the model's own sources what it says after their guesses, as if it wrote the likeliest tokens.
+        """Pass the model's logits after its own sources' guesses to these sources, as if it wrote the top tokens.
 
         best: [batch, T], those tokens. computed: rows before those of the pass.
         """

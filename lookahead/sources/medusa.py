@@ -45,7 +45,7 @@ def _layers(
 
 
 class MedusaSource(GuessSource):
-    """Proposes the likeliest combinations of what the heads say, as if each said so by itself.
+    """Proposes the most likely combinations of what the heads say, as if each said so by itself.
 
     Head k predicts the token k + 2 places after a hidden state of the model's last layer, counted from k = 0; the model
     itself has already said the one before. A step that writes several tokens needs the heads but once.
@@ -171,9 +171,9 @@ class MedusaGuesser(Guesser):
 
 
 def product_tree(tokens: np.ndarray, chances: np.ndarray, guesses: int, min_probability: float) -> GuessTree:
-    """The likeliest branches where the token at each depth does not depend on those before it.
+    """The most likely branches where the token at each depth does not depend on those before it.
 
-    tokens, chances: [depths, k], the likeliest of each depth first.
+    tokens, chances: [depths, k], the most likely of each depth first.
     """
     found: list[tuple[int, int, int, float]] = []  # token, parent, source, chance
     order = count()  # so that of equal chances the earlier comes first

@@ -1,6 +1,6 @@
 """What a model says after each single token, so that a new pool is not empty.
 
-Every token of the vocabulary passes once through the model, behind a few tokens that begin a text. The likeliest next
+Every token of the vocabulary passes once through the model, behind a few tokens that begin a text. The most likely next
 tokens are ordinary evidence of a pool: what decoding observes soon outweighs it (weight-derived bigrams, arXiv
 2411.03786).
 """

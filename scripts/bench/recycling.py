@@ -33,7 +33,7 @@ def static_tree() -> list[tuple[int, int]]:
     """Return Token Recycling's places: the index of each one's parent (-1: the root), and its rank among the siblings.
 
     The paper shows its tree in a picture. This one has as many places, and the same depth and width. It holds the
-    likeliest places, if each rank is half as likely as the one before. So an earlier rank has more below it.
+    most likely places, if each rank is half as likely as the one before. So an earlier rank has more below it.
     """
     places: list[tuple[int, int]] = []
     waiting = [(1 + rank, 1, -1, rank) for rank in range(TOP_K)]  # the more halvings, the less likely
@@ -187,9 +187,9 @@ class Racer(Recycled):
 class Goose(Recycled):
     """A spine of what followed the longest match of the text's end, the latest of them; recycled logits branch from it.
 
-    Matched tokens come true several times as often as recycled ones. So the tree of the likeliest guesses is deep along
-    the spine and wide beside it, which is the paper's point. Its own rules for depth and breadth are not repeated: the
-    tree grows best-first, by the share of matches of that length, and of recycled guesses of that rank, that came true.
+    Matched tokens are accepted several times as often as recycled ones. So the tree of the most likely guesses is deep
+    along the spine and wide beside it, which is the paper's point. Its own rules for depth and breadth are not used:
+    the tree grows best-first, by the share of accepted matches of that length, and of accepted guesses of that rank.
     """
 
     def __init__(self) -> None:
@@ -214,7 +214,7 @@ class Goose(Recycled):
         tree, chances = Growing(text[-1]), self._chances()
         spine, length = longest_match(text)
         of_spine = float(self._matches_right[length] / self._matches_seen[length])
-        waiting: list[tuple[float, int, int, float, int]] = []  # likeliest first; the last is the place on the spine
+        waiting: list[tuple[float, int, int, float, int]] = []  # most likely first; the last is the place on the spine
 
         def wait(node: int, joint: float, place: int) -> None:
             matched = spine[place] if 0 <= place < len(spine) else None

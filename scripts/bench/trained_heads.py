@@ -19,7 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 from bench.own_texts import Text
 from bench.training import descend, optimizers
 
-TOP_K = 8  # likeliest tokens of the model that are the target at each place
+TOP_K = 8  # most likely tokens of the model that are the target at each place
 MEDUSA_HEADS = 4
 SELF_FED = 4  # times that an EAGLE head goes on from its own features while it is trained
 DEEPER = 0.8  # weight of the loss at each depth relative to the one above it (Medusa, section 2.2.1)
@@ -35,7 +35,7 @@ class Example:
     ids: torch.Tensor  # [n], int64
     begin: int
     states: torch.Tensor  # [n, layers * hidden], bfloat16: what the heads read at each token
-    likely: torch.Tensor  # [n, TOP_K], int64: the likeliest tokens after each token
+    likely: torch.Tensor  # [n, TOP_K], int64: the most likely tokens after each token
     chances: torch.Tensor  # [n, TOP_K], float32: their probabilities
 
 
@@ -290,7 +290,7 @@ def loss_of(heads: Heads, batch: Batch) -> torch.Tensor:
 
 @torch.no_grad()
 def agreement(heads: Heads, examples: list[Example], place_of: torch.Tensor) -> list[float]:
-    """Return, for each depth, how often the likeliest token is the model's where all tokens above it are right."""
+    """Return, for each depth, how often the most likely token is the model's where all tokens above it are right."""
     right, places = Counter(), Counter()
     for group in grouped([len(example.ids) for example in examples], 2048):
         batch = batch_of([examples[i] for i in group], place_of)
@@ -303,7 +303,7 @@ def agreement(heads: Heads, examples: list[Example], place_of: torch.Tensor) -> 
 
 
 def tokens_of_chain(shares: list[float]) -> float:
-    """Return the tokens of a step whose guesses are one branch, each depth's likeliest, if depths are independent."""
+    """Return the tokens of a step whose guesses are one branch, each depth's most likely, if depths are independent."""
     return 1 + sum(itertools.accumulate(shares, operator.mul))
 
 
