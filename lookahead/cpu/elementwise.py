@@ -21,7 +21,7 @@ class Clip(Operation):
     def part(self) -> Part:
         return "outputs", self.x.width
 
-    def fits(self) -> bool:
+    def shapes_fit(self) -> bool:
         return self.limit > 0
 
 
@@ -58,5 +58,5 @@ class Scale(Operation):
     weight: torch.Tensor | None = None
     is_private = works_in_place = True
 
-    def fits(self) -> bool:
+    def shapes_fit(self) -> bool:
         return self.weight is None or self.weight.shape == (self.x.width,)

@@ -72,9 +72,9 @@ def _described() -> _Described:
 
 def serves(program: Program) -> bool:
     """Whether this processor's `Executor` takes this program."""
-    if program.dtype not in _kernels() or not program.fits():
+    if program.dtype not in _kernels() or not program.shapes_fit():
         return False
-    return all(operation.keeps(_described().limits) for operation in program.operations)
+    return all(operation.within_limits(_described().limits) for operation in program.operations)
 
 
 def pack(program: Program, known: dict[int, Linear], indexes: bool) -> Program:
@@ -149,14 +149,14 @@ class _Buffers:
     def __init__(self, program: Program):
         self.all: list[_Buffer] = []
         """The private ones first."""
-        self.of: dict[op.Value, _Buffer] = {}
+        self.buffer_of: dict[op.Value, _Buffer] = {}
         self.temporary: dict[op.Operation, list[_Buffer]] = {}
         """What an operation needs beside its result."""
         self._itemsize = program.dtype.itemsize
         self.meets: list[bool] = []
         """For each operation, whether threads meet before it."""
         parts = [(operation, operation.part) for operation in program.operations]
-        self._gated = {x for operation, part in parts if part and part[0] == "outputs" for x in operation.read()}
+        self._gated = {x for operation, part in parts if part and part[0] == "outputs" for x in operation.values_read()}
         self._last = program.last_reads
         self._free: list[_Buffer] = []
         for i, operation in enumerate(program.operations):
@@ -171,9 +171,9 @@ class _Buffers:
         """Find the buffers of what an operation makes, and whether threads must meet before it."""
         part, is_private = operation.part, operation.is_private
         if self.is_each_shared(operation):
-            part = "outputs", operation.written()[0].width
-        reads = [self.of[value] for value in operation.read()]
-        dying = [self.of[value] for value in dict.fromkeys(operation.read()) if self._last[value] == i]
+            part = "outputs", operation.values_written()[0].width
+        reads = [self.buffer_of[value] for value in operation.values_read()]
+        dying = [self.buffer_of[value] for value in dict.fromkeys(operation.values_read()) if self._last[value] == i]
         outs = []
         if operation.works_in_place:
             outs = [buffer for buffer in dying if buffer.is_private == is_private][:1]
@@ -184,14 +184,14 @@ class _Buffers:
             for buffer in self.all:
                 buffer.used.clear()
         self.meets.append(meets)
-        outs += [self._allocated(is_private, value.width) for value in operation.written()[len(outs) :]]
-        self.of |= zip(operation.written(), outs, strict=True)
+        outs += [self._allocated(is_private, value.width) for value in operation.values_written()[len(outs) :]]
+        self.buffer_of |= zip(operation.values_written(), outs, strict=True)
         self._place_temporary(operation)
         for writes, buffers in ((False, reads), (True, outs)):
             for buffer in buffers:
                 if not buffer.is_private:
                     buffer.used.append((part, writes))
-        unread = [self.of[value] for value in operation.written() if value not in self._last]
+        unread = [self.buffer_of[value] for value in operation.values_written() if value not in self._last]
         self._free += [buffer for buffer in dying if buffer not in outs] + unread
 
     def _allocated(self, is_private: bool, width: int) -> _Buffer:
@@ -322,7 +322,7 @@ class Executor:
         self.outputs = len(self._kept)
         logits = program.operations[-1]
         assert isinstance(logits, op.Logits)
-        self._logits = logits.of.outputs
+        self._logits = logits.linear.outputs
         self._divisor, self._factor, self._cap = logits.divisor, logits.factor, logits.cap
         self._scales = (logits.divisor, logits.factor, logits.cap) != (1, 1, 0)
         self._crew = Crew()
@@ -365,7 +365,7 @@ class Executor:
         names = described.operation.names or ()
 
         def number(value: op.Value) -> int:
-            return places[buffers.of[value]]
+            return places[buffers.buffer_of[value]]
 
         def address(numbers: np.ndarray) -> int:
             kept.append(numbers)
@@ -381,7 +381,7 @@ class Executor:
             if isinstance(operation, op.Rotary):
                 settings["index"] = list(self.rotaries).index(operation.name)
             elif isinstance(operation, (op.Products, op.Logits)):
-                outs = [number(out) for out in operation.written()] or [-1]
+                outs = [number(out) for out in operation.values_written()] or [-1]
                 matrices = [linear.matrix() for linear in operation.linears]
                 matrices = [(*m, *to) for m, *to in zip(matrices, outs, of_digests, strict=True)]
                 settings |= {"products": np.array(matrices, np.int64), "count": len(matrices)}

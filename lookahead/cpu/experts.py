@@ -15,8 +15,8 @@ from lookahead.cpu.products import Linear
 class Experts(Operation):
     """The MLPs of the top_k experts of each row, added up by their weights (Shazeer et al. 2017, arXiv 1701.06538).
 
-    of: the router, then for each expert a layer of both halves, gates first, and the one that goes back. The first one
-    may also give a single half, which then has no gates. is_apart: two layers give the halves. The weights are the
+    layers: the router, then for each expert a layer of both halves, gates first, and the one that goes back. The first
+    one may also give a single half, which then has no gates. is_apart: two layers give the halves. The weights are the
     router's softmax, or sigmoid, of each expert. They are divided by their sum if they add to one, then multiplied by a
     factor, and may be rounded, also at each of these steps (rounds_steps). epsilon: added to that sum. Of experts that
     are equally good, those are chosen that torch's topk takes. rounds_ranks: the weights by which they are chosen are
@@ -36,7 +36,7 @@ class Experts(Operation):
 
     x: Value
     out: Value
-    of: tuple[Linear, ...]
+    layers: tuple[Linear, ...]
     top_k: int
     activation: Activation
     adds_to_one: bool
@@ -65,7 +65,7 @@ class Experts(Operation):
 
     @property
     def linears(self) -> tuple[Linear, ...]:
-        return self.of
+        return self.layers
 
     def wide(self) -> list[torch.Tensor]:
         return self.tensors()
@@ -73,7 +73,7 @@ class Experts(Operation):
     @property
     def experts(self) -> tuple[Linear, ...]:
         """The layers of the experts."""
-        return self.of[self.router is None :]
+        return self.layers[self.router is None :]
 
     @property
     def each(self) -> int:
@@ -100,13 +100,13 @@ class Experts(Operation):
         return (x * weights, 1.0) if self.weighs_inputs else (x, weights)
 
     def cpp_fields(self) -> dict[str, Any]:
-        products = [(*linear.matrix(), -1, 0) for linear in self.of]
+        products = [(*linear.matrix(), -1, 0) for linear in self.layers]
         if self.router is not None:  # it is none of them, but has its place
             products.insert(0, (0,) * len(products[0]))
         of_router = {"y": self.routed, "size": (self.routed or self.x).width}
         return {"products": np.array(products, np.int64), "count": len(products), **of_router}
 
-    def keeps(self, limits: Mapping[str, int]) -> bool:
+    def within_limits(self, limits: Mapping[str, int]) -> bool:
         # The halves of a layer are parts of it.
         return self.count <= limits["MOST_EXPERTS"] and self.inner % limits["OUTPUTS_TOGETHER"] == 0
 
@@ -116,9 +116,9 @@ class Experts(Operation):
         width, inner = self.x.width, self.inner
         return [of_scores, width, 2 * inner, of_choices], [self.top_k * inner, self.top_k * width]
 
-    def fits(self) -> bool:
+    def shapes_fit(self) -> bool:
         count, width = self.count, self.x.width
-        routing = Linear(self.router) if self.router is not None else self.of[0]
+        routing = Linear(self.router) if self.router is not None else self.layers[0]
         of_each = [[(one.outputs, one.inputs) for one in self.experts[i :: self.each]] for i in range(self.each)]
         return (
             0 < self.top_k <= count
@@ -147,5 +147,5 @@ class Weigh(Operation):
     def cpp_fields(self) -> dict[str, Any]:
         return {"y": self.by}
 
-    def fits(self) -> bool:
+    def shapes_fit(self) -> bool:
         return self.by.width == 1

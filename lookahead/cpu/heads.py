@@ -30,7 +30,7 @@ class Select(Operation):
     def cpp_fields(self) -> dict[str, Any]:
         return {"count": self.group, "index": self.first, "heads": self.out.width // self.size}
 
-    def fits(self) -> bool:
+    def shapes_fit(self) -> bool:
         groups, rest = divmod(self.x.width, self.group * self.size)
         is_within = 0 <= self.first < self.first + self.taken <= self.group
         return not rest and is_within and self.out.width == groups * self.taken * self.repeats * self.size
@@ -65,7 +65,7 @@ class HeadProducts(Operation):
         of_heads = {"size": self.out.width // self.heads, "count": rows // self.heads}
         return {**of_heads, "index": self.first, "value_size": width}
 
-    def fits(self) -> bool:
+    def shapes_fit(self) -> bool:
         rows, width = self.weight.shape
         of_width, of_rows = (self.out, self.x) if self.is_transposed else (self.x, self.out)
         return (
@@ -92,6 +92,6 @@ class Join(Operation):
     def cpp_fields(self) -> dict[str, Any]:
         return {"y": self.more, "size": self.out.width // self.heads}
 
-    def fits(self) -> bool:
+    def shapes_fit(self) -> bool:
         heads_fit = not self.x.width % self.heads and not self.more.width % self.heads
         return heads_fit and self.out.width == self.x.width + self.more.width

@@ -85,7 +85,7 @@ class Operation:
         """The fields of C++ (`OPERATION`) that are called otherwise here: values, tensors, arrays and numbers."""
         return {}
 
-    def keeps(self, limits: Mapping[str, int]) -> bool:
+    def within_limits(self, limits: Mapping[str, int]) -> bool:
         """Whether it is within the limits of executor.cpp."""
         return True
 
@@ -100,12 +100,12 @@ class Operation:
         """
         return {}
 
-    def read(self) -> list[Value]:
+    def values_read(self) -> list[Value]:
         """The values that it reads."""
         found = [getattr(self, field.name) for field in fields(self) if field.name != "out"]
         return [value for value in found if isinstance(value, Value)]
 
-    def written(self) -> tuple[Value, ...]:
+    def values_written(self) -> tuple[Value, ...]:
         """The values that it makes."""
         out = getattr(self, "out", None)
         return () if out is None else (out,)
@@ -124,7 +124,7 @@ class Operation:
         """The linear layers that it multiplies with."""
         return ()
 
-    def fits(self) -> bool:
+    def shapes_fit(self) -> bool:
         """Whether the shapes of what it reads fit together. torch would repeat what is too short."""
         return True
 
@@ -157,7 +157,7 @@ class Embed(Operation):
         """Of the numbers that it makes."""
         return self.weight.dtype if self.format == Format.FLOATS else torch.float32
 
-    def fits(self) -> bool:
+    def shapes_fit(self) -> bool:
         table, places = Linear(self.weight, blocks=self.format or None), self.of_positions
         return table.inputs == self.out.width and (places is None or places.shape[1:] == (self.out.width,))
 
@@ -202,7 +202,7 @@ class Norm(Operation):
     def cpp_fields(self) -> dict[str, Any]:
         return {"y": self.gate, "kind": "NORM_HEADS" if self.of_heads else "NORM"}
 
-    def fits(self) -> bool:
+    def shapes_fit(self) -> bool:
         shapes, is_gated = {tuple(tensor.shape) for tensor in self.tensors()}, self.gate is not None
         return (
             (self.is_centered or self.bias is None)
@@ -219,21 +219,21 @@ class Products(Operation):
     """outs[i] = linears[i](x)."""
 
     x: Value
-    of: tuple[Linear, ...]
+    layers: tuple[Linear, ...]
     outs: tuple[Value, ...]
 
-    def written(self) -> tuple[Value, ...]:
+    def values_written(self) -> tuple[Value, ...]:
         return self.outs
 
     @property
     def linears(self) -> tuple[Linear, ...]:
-        return self.of
+        return self.layers
 
-    def keeps(self, limits: Mapping[str, int]) -> bool:
-        return len(self.of) <= limits["MOST_PRODUCTS"]
+    def within_limits(self, limits: Mapping[str, int]) -> bool:
+        return len(self.layers) <= limits["MOST_PRODUCTS"]
 
-    def fits(self) -> bool:
-        return all(linear.inputs == self.x.width and linear.outputs > 0 for linear in self.of)
+    def shapes_fit(self) -> bool:
+        return all(linear.inputs == self.x.width and linear.outputs > 0 for linear in self.layers)
 
 
 @dataclass(frozen=True, eq=False)
@@ -258,7 +258,7 @@ class Rotary(Operation):
     def part(self) -> Part:
         return "heads", self.x.width // self.size
 
-    def fits(self) -> bool:
+    def shapes_fit(self) -> bool:
         return self.x.width % self.size == 0
 
 
@@ -288,7 +288,7 @@ class Append(Operation):
         """Numbers of a head of values."""
         return self.values.width // self.heads
 
-    def fits(self) -> bool:
+    def shapes_fit(self) -> bool:
         return (
             0 < self.size <= self.keys.width and not self.keys.width % self.size and not self.values.width % self.heads
         )
@@ -334,10 +334,10 @@ class Attend(Operation):
         named = {"index": self.layer, "count": self.key_heads, "factor": self.scaling, "weight": self.sinks}
         return {**named, "positions": 0 if self.biases is None else self.biases.shape[1]}
 
-    def keeps(self, limits: Mapping[str, int]) -> bool:
+    def within_limits(self, limits: Mapping[str, int]) -> bool:
         return max(self.size, self.value_size) <= MAX_HEAD_DIM
 
-    def fits(self) -> bool:
+    def shapes_fit(self) -> bool:
         heads = self.heads
         heads_fit = not self.x.width % self.size and not self.out.width % heads and not heads % self.key_heads
         counts = {len(of_heads) for of_heads in (self.sinks, self.biases) if of_heads is not None}
@@ -363,7 +363,7 @@ class Gate(Operation):
     def cpp_fields(self) -> dict[str, Any]:
         return {"y": self.by}
 
-    def fits(self) -> bool:
+    def shapes_fit(self) -> bool:
         return self.by is None or self.by.width == self.x.width
 
 
@@ -380,7 +380,7 @@ class Add(Operation):
     def cpp_fields(self) -> dict[str, Any]:
         return {"y": self.more}
 
-    def fits(self) -> bool:
+    def shapes_fit(self) -> bool:
         return self.x.width == self.more.width
 
 
@@ -400,14 +400,14 @@ class Logits(Operation):
     """
 
     x: Value
-    of: Linear
+    linear: Linear
     divisor: float = 1.0
     factor: float = 1.0
     cap: float = 0.0
 
     @property
     def linears(self) -> tuple[Linear, ...]:
-        return (self.of,)
+        return (self.linear,)
 
-    def fits(self) -> bool:
-        return self.of.inputs == self.x.width and self.of.outputs > 0
+    def shapes_fit(self) -> bool:
+        return self.linear.inputs == self.x.width and self.linear.outputs > 0

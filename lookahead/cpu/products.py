@@ -78,7 +78,7 @@ class Linear(NamedTuple):  # made in each call of a layer, so it must be cheap
     blocks: Format | None = None
 
     @classmethod
-    def of(cls, layer: nn.Linear) -> "Linear":
+    def from_layer(cls, layer: nn.Linear) -> "Linear":
         """The tensors of a layer, as they are at this moment."""
         weight = layer.weight
         if type(weight) in _PLAIN:
@@ -201,7 +201,7 @@ class DecodingLinear(nn.Linear):
             if decoding is not None and decoding.uses_kernels:
                 from lookahead.cpu import gemm  # passes in one call need it not
 
-                if gemm.serves(input, linear := Linear.of(self)):
+                if gemm.serves(input, linear := Linear.from_layer(self)):
                     return gemm.multiply(input, [linear])[0]
         return nn.Linear.forward(self, input)  # accelerate may call this for a layer that is no longer of this class
 

@@ -80,7 +80,7 @@ class Program:
     @property
     def last_reads(self) -> dict[Value, int]:
         """The number of the last operation that reads a value, if one does."""
-        return {value: i for i, operation in enumerate(self.operations) for value in operation.read()}
+        return {value: i for i, operation in enumerate(self.operations) for value in operation.values_read()}
 
     @property
     def linears(self) -> list[Linear]:
@@ -116,11 +116,11 @@ class Program:
         assert isinstance(first, Embed)
         return first
 
-    def fits(self) -> bool:
+    def shapes_fit(self) -> bool:
         """Whether all operations fit, layers of the cache are filled once and in order, and all tensors can be read."""
         dtype = self.dtype
         return (
-            all(operation.fits() for operation in self.operations)
+            all(operation.shapes_fit() for operation in self.operations)
             and self._fits_cache()
             and all(linear.is_served(dtype) or linear.is_transposed(dtype) for linear in self.linears)
             and all(operation.is_plain(dtype) for operation in self.operations)
@@ -145,7 +145,10 @@ class Program:
         """The same program with other linear layers, which `change` makes of its own."""
 
         def changed(operation: Operation) -> Operation:
-            of = tuple(map(change, operation.linears))
-            return replace(operation, of=of[0] if isinstance(operation, Logits) else of) if of else operation  # type: ignore[call-arg]  # those with linear layers have it
+            if not operation.linears:
+                return operation
+            linears = tuple(map(change, operation.linears))
+            its = {"linear": linears[0]} if isinstance(operation, Logits) else {"layers": linears}
+            return replace(operation, **its)  # type: ignore[arg-type]  # those with linear layers have one of these
 
         return Program(list(map(changed, self.operations)))

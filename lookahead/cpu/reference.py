@@ -83,9 +83,9 @@ class Reference:
         for i, operation in enumerate(program.operations):
             result = self.computed(operation)
             if result is not None:
-                (out,) = operation.written()
+                (out,) = operation.values_written()
                 self.values[out] = result
-            for value in operation.read():
+            for value in operation.values_read():
                 if last[value] == i:
                     self.values.pop(value, None)
 
@@ -179,7 +179,7 @@ class Reference:
 
     @computed.register
     def _(self, products: op.Products) -> None:
-        for linear, out in zip(products.of, products.outs, strict=True):
+        for linear, out in zip(products.layers, products.outs, strict=True):
             self.values[out] = self.product(linear, self.values[products.x])
 
     @computed.register
@@ -319,7 +319,7 @@ class Reference:
     def _(self, experts: op.Experts) -> torch.Tensor:
         routed, router = self.values[experts.routed or experts.x], experts.router
         if router is None:
-            scores = self.product(experts.of[0], routed).to(self.finest)
+            scores = self.product(experts.layers[0], routed).to(self.finest)
         else:
             scores = routed.to(self.finest) @ router.to(self.finest).T
         scores = (scores / experts.cap).tanh() * experts.cap if experts.cap else scores
@@ -421,7 +421,7 @@ class Reference:
 
     @computed.register
     def _(self, logits: op.Logits) -> None:
-        x = self.product(logits.of, self.values[logits.x])
+        x = self.product(logits.linear, self.values[logits.x])
         x = x if logits.divisor == 1 else self.rounded(x / logits.divisor)
         x = x if logits.factor == 1 else self.rounded(x * logits.factor)
         if logits.cap:

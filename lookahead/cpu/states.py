@@ -96,7 +96,7 @@ class Convolve(Operation):
     def cpp_fields(self) -> dict[str, Any]:
         return {"index": self.layer}
 
-    def keeps(self, limits: Mapping[str, int]) -> bool:
+    def within_limits(self, limits: Mapping[str, int]) -> bool:
         return self.taps <= limits["MOST_TAPS"]
 
     def state_shapes(self, before: Mapping[int, StateShape]) -> dict[int, StateShape]:
@@ -104,7 +104,7 @@ class Convolve(Operation):
         channels, columns = max(found.channels, self.first + self.x.width), max(found.columns, self.taps - 1)
         return {self.layer: found._replace(channels=channels, columns=columns)}
 
-    def fits(self) -> bool:
+    def shapes_fit(self) -> bool:
         width = self.x.width
         is_of_width = self.weight.shape == (width, self.taps) and (self.bias is None or self.bias.shape == (width,))
         return is_of_width and self.taps > 1 and self.first >= 0
@@ -145,11 +145,11 @@ class _Recurrence(Operation):
         return ("heads", self.heads) if self.heads > 1 else None  # of a single head, rows are not shared out
 
     def cpp_fields(self) -> dict[str, Any]:
-        others = [value for value in self.read() if value not in (self.x, self.keys)]
+        others = [value for value in self.values_read() if value not in (self.x, self.keys)]
         named = {"y": self.keys, "index": self.layer, "weight": self.log_speeds, "bias": self.biases}
         return {**named, "temporary": others}
 
-    def keeps(self, limits: Mapping[str, int]) -> bool:
+    def within_limits(self, limits: Mapping[str, int]) -> bool:
         return self.size <= limits["MOST_STATE_KEYS"]
 
     def state_shapes(self, before: Mapping[int, StateShape]) -> dict[int, StateShape]:
@@ -157,7 +157,7 @@ class _Recurrence(Operation):
         sizes = self.heads, self.size, self.value_size
         return {self.layer: StateShape(*found[:2], *sizes, self.is_by_values, self.decay_size)}
 
-    def fits(self) -> bool:
+    def shapes_fit(self) -> bool:
         heads = self.heads
         heads_fit = not (self.x.width % self.size or self.values.width % heads or heads % self.key_heads)
         widths = self.x.width == self.keys.width, self.out.width == self.values.width
@@ -220,8 +220,8 @@ class DeltaByKey(Delta):
     def _of_heads(self) -> set[int]:
         return {self.rates.width, len(self.log_speeds)}
 
-    def fits(self) -> bool:
-        return super().fits() and self.decays.width == len(self.biases) == self.heads * self.size
+    def shapes_fit(self) -> bool:
+        return super().shapes_fit() and self.decays.width == len(self.biases) == self.heads * self.size
 
 
 @dataclass(frozen=True, eq=False)

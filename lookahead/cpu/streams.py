@@ -37,10 +37,10 @@ class Blend(Operation):
         of_factors = {} if self.by is None else {"value_size": self.by.width, "temporary": [self.by]}
         return {"y": self.more, **of_factors}
 
-    def keeps(self, limits: Mapping[str, int]) -> bool:
+    def within_limits(self, limits: Mapping[str, int]) -> bool:
         return self.count <= limits["MOST_STREAMS"]
 
-    def fits(self) -> bool:
+    def shapes_fit(self) -> bool:
         shape = None if self.weight is None else tuple(self.weight.shape)
         wanted = None if self.by is None else (self.x.width // self.size * self.count, self.by.width)
         are_whole = self.x.width % self.size == self.more.width % self.size == 0
@@ -63,7 +63,7 @@ class Rescale(Operation):
     def cpp_fields(self) -> dict[str, Any]:
         return {"y": self.like}
 
-    def fits(self) -> bool:
+    def shapes_fit(self) -> bool:
         return self.like.width == self.x.width
 
 

@@ -41,7 +41,7 @@ FIRST_CAPACITY = 256  # columns
 LONG = 2048  # columns, from which on memory in huge pages may be worth its making
 # Of all layers at once, by `map`: a function for each layer and step would take longer than what it does.
 _IS_INITIALIZED, _KEYS, _VALUES = attrgetter("is_initialized"), attrgetter("_keys"), attrgetter("_values")
-_AT, _KEPT = attrgetter("at"), methodcaller("kept")
+_AT, _TENSORS = attrgetter("at"), methodcaller("tensors")
 
 
 class Columns(NamedTuple):
@@ -397,7 +397,7 @@ class LookaheadCache(Cache):
 
     def buffers(self) -> list[torch.Tensor]:
         """Return the keys of all layers that are in place, then their values, all columns; then all states."""
-        return [*map(_KEYS, self.in_place), *map(_VALUES, self.in_place), *chain(*map(_KEPT, self._states))]
+        return [*map(_KEYS, self.in_place), *map(_VALUES, self.in_place), *chain(*map(_TENSORS, self._states))]
 
     def hidden(
         self, ancestors: np.ndarray, positions: np.ndarray, kinds: Mapping[Visibility, Sequence[int]], of_step: bool
@@ -462,7 +462,7 @@ class LookaheadCache(Cache):
     @property
     def is_empty(self) -> bool:
         """Whether no layer holds anything."""
-        return not any(map(_IS_INITIALIZED, self.in_place)) and not any(map(_KEPT, self._states))
+        return not any(map(_IS_INITIALIZED, self.in_place)) and not any(map(_TENSORS, self._states))
 
     @property
     def can_rewind(self) -> bool:

@@ -146,7 +146,7 @@ class StateLayer(KeepsState, LinearAttentionLayer):
             pending.apply(paths)
         self.pending = []
 
-    def kept(self) -> list[torch.Tensor]:
+    def tensors(self) -> list[torch.Tensor]:
         """Return its states."""
         return [x for states in (self.conv_states, self.recurrent_states) for x in states.values() if x is not None]
 

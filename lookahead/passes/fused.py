@@ -353,7 +353,7 @@ class FusedRunner(EagerRunner):
     def _has_found(self, b: int, cache: LookaheadCache) -> "_Buffers | None":
         """Return what `_finds` has found, if no layer has taken other buffers since. States may always have."""
         found = self._buffers[b] if b < len(self._buffers) else None
-        is_known = found is not None and found.of is cache and found.taken == InPlaceLayer.taken
+        is_known = found is not None and found.cache is cache and found.taken == InPlaceLayer.taken
         return found if is_known and not cache.states_at else None
 
     def _finds(self, executor: Executor, b: int, cache: LookaheadCache) -> "_Buffers | None":
@@ -363,12 +363,12 @@ class FusedRunner(EagerRunner):
         found = known[b]
         if found is None or not all(map(operator.is_, tensors, found.tensors)):
             fits = all(map(partial(_fits, executor.like.dtype), executor.caches.values(), cache.in_place))
-            if not fits or (executor.states and not _states().fit(executor, cache)):
+            if not fits or (executor.states and not _states().can_use(executor, cache)):
                 return None
             found = known[b] = _Buffers(tensors, list(executor.caches))
         if list(map(_ADDRESS, tensors)) != found.addresses:
             return None
-        found.of, found.taken = cache, taken
+        found.cache, found.taken = cache, taken
         return found
 
     def _compute(
@@ -479,7 +479,7 @@ class FusedRunner(EagerRunner):
             for one, (heads, size, value_size) in zip(cache.in_place, executor.caches.values(), strict=True):
                 one.lazy_initialization(new_empty(1, heads, 0, size), new_empty(1, heads, 0, value_size))
             if executor.states:
-                _states().make(executor, cache)
+                _states().initialize(executor, cache)
             cache.prepare(rows)
         places, held = cache.extend(rows), [0] * executor.layers
         if (buffers := self._has_found(b, cache) or self._finds(executor, b, cache)) is None:
@@ -522,7 +522,7 @@ class _Buffers:
     def __init__(self, tensors: list[torch.Tensor], layers: list[int]):
         """tensors: `LookaheadCache.buffers`. layers: those of the cache that hold keys and values."""
         self.tensors = tensors
-        self.of: LookaheadCache | None = None
+        self.cache: LookaheadCache | None = None
         """The cache in which they were last found."""
         self.taken = 0
         """`InPlaceLayer.taken` at that time."""

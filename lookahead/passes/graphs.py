@@ -314,7 +314,7 @@ class StepGraphs:
             program, hidden = self._running, dict[int, torch.Tensor]()
             for window, layers in self._windows.items():
                 hidden |= dict.fromkeys(layers, behind if window is None else behind | (distances >= window))
-            caches = {layer: self._buffers.of(i, shown) for i, layer in enumerate(program.caches)}
+            caches = {layer: self._buffers.keys_and_values(i, shown) for i, layer in enumerate(program.caches)}
             found = static.StaticPass(program, ids, positions, self._tables, caches, columns, hidden, self._wanted)
             return found.logits, found.outputs
 
@@ -392,7 +392,7 @@ class StaticCache(LookaheadCache):
         """Return a copy in layers of its own, because the buffers stay with the model."""
         cache, (length,) = self._like.emptied(), self.lengths
         for index, layer in enumerate(cache.in_place):
-            held = self._buffers.of(index, length)
+            held = self._buffers.keys_and_values(index, length)
             first = max(length - layer.sliding_window + 1, 0) if isinstance(layer, SlidingLayer) else 0
             layer.update(*(states[None, :, first:] for states in held))
             layer.starts = np.array([first])
@@ -426,7 +426,7 @@ class _Buffers(InPlaceLayer):
         else:
             moved = self.make_room(columns)
         for index, layer in enumerate(layers):
-            for ours, theirs in zip(self.of(index, columns), layer.states(), strict=True):
+            for ours, theirs in zip(self.keys_and_values(index, columns), layer.states(), strict=True):
                 first = columns - theirs.shape[2]  # what is left of a sliding window
                 ours[:, :first], ours[:, first:] = 0, theirs[0]
         for buffer in self.buffers:
@@ -449,7 +449,7 @@ class _Buffers(InPlaceLayer):
         """Columns of the buffers."""
         return self.at.room
 
-    def of(self, layer: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def keys_and_values(self, layer: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The first columns of the keys and values of a layer of the model, [heads, columns, head_dim]."""
         heads = slice(layer * self.heads, (layer + 1) * self.heads)
         return self._keys[0, heads, :columns], self._values[0, heads, :columns]

@@ -11,7 +11,7 @@ from lookahead.cpu.states import Places, StateShape
 from lookahead.models.cache import LookaheadCache
 
 
-def make(executor: Executor, cache: LookaheadCache) -> None:
+def initialize(executor: Executor, cache: LookaheadCache) -> None:
     """Begin the states of an empty cache: all numbers are zero."""
     with torch.inference_mode(False):  # as for keys
         for index, shape in executor.states.items():
@@ -20,9 +20,9 @@ def make(executor: Executor, cache: LookaheadCache) -> None:
             layer.initialize(executor.like.new_zeros(1, shape.channels, shape.columns + 1), state)
 
 
-def fit(executor: Executor, cache: LookaheadCache) -> bool:
+def can_use(executor: Executor, cache: LookaheadCache) -> bool:
     """Whether C++ can read and write all states of a cache."""
-    return all(_fits(executor, shape, cache.layers[index]) for index, shape in executor.states.items())
+    return all(_can_use(executor, shape, cache.layers[index]) for index, shape in executor.states.items())
 
 
 def find(executor: Executor, cache: LookaheadCache, rows: int) -> list[Places]:
@@ -45,11 +45,11 @@ def find(executor: Executor, cache: LookaheadCache, rows: int) -> list[Places]:
     return places
 
 
-def _fits(executor: Executor, shape: StateShape, layer: Any) -> bool:
+def _can_use(executor: Executor, shape: StateShape, layer: Any) -> bool:
     """Whether C++ can read and write the state of a layer of the cache."""
-    if not layer.kept():
+    if not layer.tensors():
         return False
-    inputs, *states = layer.kept()
+    inputs, *states = layer.tensors()
     columns = inputs.shape[2]
     is_of_shape = inputs.shape == (1, shape.channels, columns) and shape.columns <= columns <= executor.most_columns
     has_states = [state.shape for state in states] == ([(1, *shape.of_state)] if shape.heads else [])

@@ -135,7 +135,7 @@ def why_not(program: Program) -> str | None:
             one.is_apart or None in map(together, (one.experts[::2], one.experts[1::2]))
         ):
             return "the weights of its experts are not contiguous"
-    if not all(one.fits() for one in program.operations):
+    if not all(one.shapes_fit() for one in program.operations):
         return "the shapes of its weights do not fit"
     wide = {id(tensor) for one in program.operations for tensor in one.wide()}
     narrow = [tensor for tensor in program.tensors if id(tensor) not in wide]

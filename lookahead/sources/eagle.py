@@ -80,7 +80,7 @@ class _KeysAndValues:
 class Text:
     """What a head has computed of one text, and what it can compute next."""
 
-    kept: Any
+    cached: Any
     """Of `length` pairs, and behind them of guesses: what the head makes, with a method `fork`."""
     length: int = 0
     waiting: list[tuple[int, torch.Tensor]] = field(default_factory=list)
@@ -92,7 +92,7 @@ class Text:
 
     def fork(self) -> "Text":
         """A copy that goes its own way."""
-        return Text(self.kept.fork(), self.length, list(self.waiting))
+        return Text(self.cached.fork(), self.length, list(self.waiting))
 
 
 class _Linear:
@@ -102,7 +102,7 @@ class _Linear:
         self._weight, self._bias = weight, bias
 
     @classmethod
-    def of(cls, file: Checkpoint, name: str, outputs: int, inputs: int) -> "_Linear":
+    def from_file(cls, file: Checkpoint, name: str, outputs: int, inputs: int) -> "_Linear":
         return cls(file.read(name + ".weight", outputs, inputs), file.find(name + ".bias", outputs))
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
@@ -134,7 +134,7 @@ class _Head:
                 "another model"
             )
         entering = len(self.layers) * self._width if self._is_third else 2 * self._hidden
-        self._fuse = _Linear.of(file, "fc", self._hidden, entering)
+        self._fuse = _Linear.from_file(file, "fc", self._hidden, entering)
         self._read_layer(file, layer, config)
         self.tokens: np.ndarray | None = None
         """Int64, the model's token for each of the head's; None if they are the same."""
@@ -157,7 +157,7 @@ class _Head:
         self._project: Callable[[torch.Tensor], torch.Tensor] = output
         if "lm_head.weight" in file or not fits or self.tokens is not None:
             rows = self._vocabulary if self.tokens is None else len(self.tokens)
-            self._project = _Linear.of(file, "lm_head", rows, self._hidden)
+            self._project = _Linear.from_file(file, "lm_head", rows, self._hidden)
         file.tensors = {name: each for name, each in file.tensors.items() if not name.endswith("rotary_emb.inv_freq")}
         file.finish()
 
@@ -169,12 +169,12 @@ class _Head:
         self._split = [queries, keys, keys]
         entering = (2 if self._is_third else 1) * hidden
         self._qkv = [
-            _Linear.of(file, f"{layer}self_attn.{x}_proj", heads * self._size, entering)
+            _Linear.from_file(file, f"{layer}self_attn.{x}_proj", heads * self._size, entering)
             for x, heads in zip("qkv", self._split, strict=True)
         ]
-        self._out = _Linear.of(file, layer + "self_attn.o_proj", hidden, queries * self._size)
-        self._gate, self._up = (_Linear.of(file, f"{layer}mlp.{x}_proj", inner, hidden) for x in ("gate", "up"))
-        self._down = _Linear.of(file, layer + "mlp.down_proj", hidden, inner)
+        self._out = _Linear.from_file(file, layer + "self_attn.o_proj", hidden, queries * self._size)
+        self._gate, self._up = (_Linear.from_file(file, f"{layer}mlp.{x}_proj", inner, hidden) for x in ("gate", "up"))
+        self._down = _Linear.from_file(file, layer + "mlp.down_proj", hidden, inner)
         self._activation = ACT2FN[config.hidden_act]
         self._norm_behind = file.read(layer + "post_attention_layernorm.weight", hidden)
 
@@ -219,7 +219,7 @@ class _Head:
         )
         cos, sin = self._rotary(said, positions[None])
         queries, keys = apply_rotary_pos_emb(queries[None], keys[None], cos, sin)
-        keys, values = text.kept.put(start, keys[0], values)
+        keys, values = text.cached.put(start, keys[0], values)
         attended = functional.scaled_dot_product_attention(
             queries, keys[None], values[None], sees[None, None], enable_gqa=len(queries[0]) != len(keys)
         )
@@ -387,7 +387,7 @@ class EagleGuesser(Guesser):
     def _top_k(
         self, features: torch.Tensor, depths: list[int], draws: np.ndarray | None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """The likeliest tokens behind each feature and their probabilities, [n, k]. depths: of the features' tokens."""
+        """The top tokens after each feature and their probabilities, [n, k]. depths: of the features' tokens."""
         size = self._batch.vocabulary
         known, logits = draws_at([draws], [depths], size), self._head.logits(features, depths)[:, :size]
         tokens = self._head.tokens

@@ -91,9 +91,9 @@ class _Layers:
         their parents. sees: bool [n, start + n], which places each token sees. depths: of the tokens below the root, 0
         in the text.
         """
-        kept, count = text.kept, len(self._model.layers)
-        kept.cache.rewind(start)
-        kept.positions = torch.cat([kept.positions[:start], positions])
+        cached, count = text.cached, len(self._model.layers)
+        cached.cache.rewind(start)
+        cached.positions = torch.cat([cached.positions[:start], positions])
         said = self._model.embed_tokens(torch.tensor(tokens, device=self.device)).to(features)
         made: list[torch.Tensor] = []
         for d in range(count):
@@ -106,15 +106,15 @@ class _Layers:
             elif d == 0:
                 entering = features
             else:
-                before = features[0] if kept.last is None else kept.last[d - 1]
+                before = features[0] if cached.last is None else cached.last[d - 1]
                 entering = torch.cat([before[None], made[-1][:-1]])
             near = sees
             if self._kinds[d] == "sliding_attention":
-                near = sees & (kept.positions[None] > positions[:, None] - self._window)
-            made.append(run_mtp_layer(self._model, d, said, entering, positions, near, kept.cache))
+                near = sees & (cached.positions[None] > positions[:, None] - self._window)
+            made.append(run_mtp_layer(self._model, d, said, entering, positions, near, cached.cache))
         states = torch.stack(made, 1)
         if features.ndim == 2:
-            kept.last = states[-1]
+            cached.last = states[-1]
         return states
 
     def logits(self, states: torch.Tensor, depths: list[int]) -> torch.Tensor:

@@ -453,7 +453,7 @@ def test_it_computes_what_the_model_computes(
 
 def assert_states_alike(caches, allowed):
     states = [
-        [states for layer in cache.layers if isinstance(layer, StateLayer) for states in layer.kept()]
+        [states for layer in cache.layers if isinstance(layer, StateLayer) for states in layer.tensors()]
         for cache in caches
     ]
     for ours, theirs in zip(*states, strict=True):  # as wholes: a head that forgets at once keeps what rounding left

@@ -139,7 +139,7 @@ def test_a_batch_draws_what_plain_decoding_draws(vocabulary, lengths, seed, warp
         if done[b] == lengths[b]:
             races[b].end()
     assert not draws._states, "something is kept for sequences that have ended"
-    draws.end(max(lengths))
+    draws.set_generator_after(max(lengths))
     assert torch.equal(torch.get_rng_state(), left)
 
 

@@ -18,7 +18,7 @@ def linear(page: Page, module: Any) -> Linear:
     if type(module) is BlocksLinear:
         return Linear(page._check(module).weight, None, module.bias, blocks=module.form)
     if type(module) is not gguf_class("GgufLinear"):  # bytes of another kind
-        return Linear.of(page._plain(module, nn.Linear, DecodingLinear))
+        return Linear.from_layer(page._plain(module, nn.Linear, DecodingLinear))
     if page._check(module).input_permutation is not None:
         raise UnknownModelError("the inputs of a layer in blocks of GGUF are permuted")
     return Linear(module.weight, None, module.bias, blocks=form_of(module.ggml_type))

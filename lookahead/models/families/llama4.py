@@ -50,8 +50,8 @@ class Llama4(Llama):
             return self.mlp(x, part)
         router = self.own(part, "Moe").router
         mixed = self.experts(
-            x, router, part.experts, adds_to_one=False, suffix="Router", routing=Linear.of(router), is_transposed=True,
-            is_sigmoid=True, ranks_scores=True, weighs_inputs=True,
+            x, router, part.experts, adds_to_one=False, suffix="Router", routing=Linear.from_layer(router),
+            is_transposed=True, is_sigmoid=True, ranks_scores=True, weighs_inputs=True,
         )  # fmt: skip
         return self.add(self.mlp(x, part.shared_expert), mixed)
 

@@ -37,7 +37,7 @@ class Phimoe(Mixtral):
             raise UnknownModelError("its layers are in training mode and have dropout or noise")
         nearness = torch.tensor(2 * router.router_jitter_noise, dtype=router.weight.dtype, device="cpu").item()
         return self.experts(
-            x, router, mlp.experts, adds_to_one=False, top_k=2, routing=Linear.of(router), rounds_steps=True,
+            x, router, mlp.experts, adds_to_one=False, top_k=2, routing=Linear.from_layer(router), rounds_steps=True,
             nearness=nearness,
         )  # fmt: skip
 

@@ -149,7 +149,7 @@ class Page:
             from lookahead.models.families import gguf  # other weights are not in blocks
 
             return gguf.linear(self, module)
-        return Linear.of(self._plain(module, nn.Linear, DecodingLinear))
+        return Linear.from_layer(self._plain(module, nn.Linear, DecodingLinear))
 
     def parts(self, module: Any, *widths: int) -> list[Linear]:
         """Return the outputs of a linear layer in parts of these widths, and what is left, as layers of their own."""
