@@ -1,4 +1,4 @@
-"""What a model's layers can do, and the masks, positions and caches that a pass gives them."""
+"""What a model's layers support, and the masks, positions and caches of passes."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -59,13 +59,13 @@ class ModelAdapter:
     """Largest error that the other rows of a pass make in a row of logits, relative to the spread of that row; 0 if it
     is only rounding."""
     foreign: tuple[str, ...] = ()
-    """Code that passes run, and that neither torch nor transformers defines. No other code may compute it."""
+    """Code of passes that neither torch nor transformers defines. No other code may replace it."""
     given_up: tuple[str, ...] = ()
-    """Faster ways of computing that were tried, and why each of them failed."""
+    """Faster ways of computing that were tried, and why each failed."""
 
     @property
     def can_grow(self) -> bool:
-        """Whether several passes can compute one step. The rows of each pass see those of the passes before."""
+        """Whether several passes can compute one step. The rows of each pass see those of earlier passes."""
         return self.can_branch and self.sees_all_up_to is None and not (self.has_state or self.biases_keys)
 
     @cached_property
@@ -81,7 +81,7 @@ class ModelAdapter:
 
     @cached_property
     def kinds(self) -> dict[Visibility, list[int]]:
-        """The layers that cache keys and values of their own, by what they see."""
+        """The layers that cache their own keys and values, by what they see."""
         found: dict[Visibility, list[int]] = {}
         for index, visibility in enumerate(self.layers):
             if visibility is not None:
@@ -122,7 +122,7 @@ class ModelAdapter:
         return batch
 
     def padded(self, cache: AnyCache) -> LookaheadCache:
-        """Return a copy of a batch that stands as in plain decoding: padding first, so that all sequences end together.
+        """Return a copy of a batch in the layout of plain decoding: padding first, so that all sequences end together.
 
         The model can then make the masks of single tokens itself.
         """

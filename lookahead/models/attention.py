@@ -31,16 +31,16 @@ def attend(
     for the last keys, the step's own; all queries then see the keys before them. Or None.
     Returns [batch, T, heads, head_dim] and None.
     """
-    decoding = None if torch.compiler.is_compiling() else current_pass()  # what a user compiles has torch's attention
+    decoding = None if torch.compiler.is_compiling() else current_pass()  # compiled code has torch's attention
     if decoding is None or not decoding.splits_attention:
         return sdpa(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
-    from lookahead.models.split_attention import attend  # passes in one call need it not
+    from lookahead.models.split_attention import attend  # fused passes do not need it
 
     return attend(module, query, key, value, attention_mask, dropout, scaling, **kwargs), None
 
 
 def is_registered() -> bool:
-    """Whether `attend` is what models get as "sdpa". It is put there unless somebody else has put something."""
+    """Whether models get `attend` as "sdpa". It is registered unless other code has registered a function."""
     register_attention(attend)
     return registered_attention("sdpa") is attend
 

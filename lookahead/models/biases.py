@@ -1,8 +1,8 @@
 """Biases of attention by the positions of keys (ALiBi, Press et al. 2022, arXiv 2108.12409), for the rows of a step.
 
-transformers makes them of a key's column in the cache. In a tree and behind the gaps of a batch, that is not its
-position. So these functions stand in the place of transformers' own (`branching`), and let them make the biases of all
-positions, of which each key takes its own.
+transformers computes them from a key's column in the cache. In a tree, and after the gaps of a batch, that is not its
+position. So these functions replace transformers' own (`branching`). They call them for the biases of all positions,
+and select that of each key.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""A model that can compute branches: it shares everything with the model but functions that depend on them.
+"""A copy of a model that can compute branches: it shares everything with the model except some functions.
 
 transformers' forward of such a layer looks up functions over states by name: ``causal_conv1d_fn``,
 ``mamba2_chunk_scan`` and others. A copy of the layer runs the same forward, and finds our functions (`recurrence`)
@@ -70,9 +70,9 @@ def biases_keys(model: PreTrainedModel) -> bool:
 
 
 def branching(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the model for passes with a forest or with places, if `why_not` has nothing against it.
+    """Return the copy for passes with a forest or with places, if `why_not` gives no reason against it.
 
-    It is the same as long as ``model`` is as it is.
+    It is the same while ``model`` does not change.
     """
     state = state_of(model)
     if state not in _copies or _copies[state][0] != model.training:

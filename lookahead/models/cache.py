@@ -1,4 +1,4 @@
-"""The KV cache: preallocated, written in place, and cut back to the accepted rows after each step.
+"""The KV cache: preallocated, written in place, and cropped to the accepted rows after each step.
 
 A layer has a buffer [batch, heads, capacity, head_dim] for keys and another for values. The sequences of a batch accept
 different numbers of tokens. `columns` columns are in use, and sequence b fills the first columns - gaps[b] of them:
@@ -13,10 +13,10 @@ different numbers of tokens. `columns` columns are in use, and sequence b fills 
 its committed part. A full layer makes room by doubling, a sliding layer by moving its window to the front. So a row is
 copied O(1) times on average, and no step copies the prefix. Without `commit`, the layers behave like transformers' own.
 
-Layers that keep a state instead of positions (recurrent, short convolution), or beside them, leave it as it is in a
-step, and `commit` applies the accepted rows to it (`recurrence.StateLayer`). Where a model's layers cannot compute
-branches, they are transformers' own. Such a state cannot be cut back to an accepted prefix. So it is restored to what
-it was before the step, and the accepted tokens are computed again, ahead of the next step.
+Layers that keep a state (recurrent, short convolution), instead of positions or in addition, do not change it in a
+step, and `commit` applies the accepted rows to it (`recurrence.StateLayer`). If a model's layers cannot compute
+branches, they are transformers' own. Their state cannot be cropped to an accepted prefix. So it is restored to its
+value before the step, and the next pass computes the accepted tokens again.
 """
 
 import copy
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from lookahead.cpu.states import Pending
 
 FIRST_CAPACITY = 256  # columns
-LONG = 2048  # columns, from which on memory in huge pages may be worth its making
-# Of all layers at once, by `map`: a function for each layer and step would take longer than what it does.
+LONG = 2048  # columns from which on huge pages may pay
+# For all layers at once, by `map`: a Python function for each layer and step would take longer.
 _IS_INITIALIZED, _KEYS, _VALUES = attrgetter("is_initialized"), attrgetter("_keys"), attrgetter("_values")
 _AT, _TENSORS = attrgetter("at"), methodcaller("tensors")
 
@@ -88,7 +88,7 @@ class InPlaceLayer(CacheLayerMixin):
     at: Columns
     columns, base, computed, gaps, starts = _Of[int](), _Of[int](), _Of[int](), _Of[np.ndarray](), _Of[np.ndarray]()
     taken: ClassVar[int] = 0
-    """Another number whenever a layer, of whichever cache, has taken other buffers, or none."""
+    """Changes whenever a layer of any cache gets other buffers, or none."""
     _numbers: ClassVar[Iterator[int]] = count(1)
     _keys: torch.Tensor
     _values: torch.Tensor
@@ -139,8 +139,8 @@ class InPlaceLayer(CacheLayerMixin):
         return self._keys.narrow(*shown), self._values.narrow(*shown)
 
     def _widen(self, *new: torch.Tensor) -> None:
-        """Let the buffers take these states, as `torch.cat` does for transformers' layers: what is held becomes numbers
-        of the wider dtype. Raises its error for states of another shape or device.
+        """Convert the buffers to the wider dtype if these states need it, as `torch.cat` does for transformers' layers.
+        Raises its error for states of another shape or device.
         """
         old = self._keys, self._values
         both = [torch.cat([held[:, :, :0], states[:, :, :0]], dim=2) for held, states in zip(old, new, strict=True)]
@@ -263,7 +263,7 @@ class InPlaceLayer(CacheLayerMixin):
                 self._values[b, :, start:stop] = layer._values[0, :, source]
 
     def strip(self, padding: int) -> None:
-        """Drop the padding of the only sequence, which stands as in plain decoding."""
+        """Drop the padding of the only sequence, which has the layout of plain decoding."""
         if self.is_initialized:
             start = np.maximum(padding - self.starts, 0)
             self._move(start, np.array([self.columns]), self.at.room)
@@ -295,9 +295,9 @@ class InPlaceLayer(CacheLayerMixin):
         self._replace(self.keys if self.at.room else self._keys, values)
 
     def _replace(self, keys: torch.Tensor | None, values: torch.Tensor | None) -> None:
-        """Hold these states, as a user has assigned them. Keys and values come one after the other.
+        """Hold these states, as assigned by a user. Keys and values come one after the other.
 
-        They are held as they are, and not written to: the next update copies them, for there is no room.
+        They are not written to: the next update copies them, because there is no room.
         """
         if not self.is_initialized or keys is None or values is None or not keys.ndim == values.ndim == 4:
             raise AttributeError("keys and values can be replaced by tensors of four dimensions, once there are some")
@@ -353,7 +353,7 @@ class LookaheadCache(Cache):
         self._kinds = [(at, [layers[index] for index in at]) for at in alike.values()]  # usually with the same columns
         self._states = [layers[index] for index in self.states_at]
         self.pending: Pending | None = None
-        """What the rows of the last pass do to the states, if it was one call, and where it is."""
+        """The state updates of the last pass, if it was fused, and their addresses."""
         self.room = np.empty(0, np.uint8)
         ours = InPlaceLayer, KeepsState
         self._with_state = [x for x in layers if not isinstance(x, ours) and type(x).__name__ != "DummyLayer"]
@@ -471,9 +471,9 @@ class LookaheadCache(Cache):
         return are_full and not self._with_state and not self._states
 
     def rewind(self, length: int) -> None:
-        """Cut the full layers of one sequence back to ``length`` positions, even after half a pass or half a commit.
+        """Crop the full layers of one sequence to ``length`` positions, even after half a pass or half a commit.
 
-        Sliding layers and states cannot be cut back. They are left as they are, so they must be copies.
+        Sliding layers and states cannot be cropped. They do not change, so they must be copies.
         """
         for layer in self.in_place:
             if type(layer) is InPlaceLayer:
@@ -484,8 +484,8 @@ class LookaheadCache(Cache):
     def part(self, layers: Sequence[int]) -> Iterator["LookaheadCache"]:
         """Lend these layers, by index, as the cache of a model that has no others.
 
-        Whatever its passes append is dropped at the end of the block, even after half a pass. Every layer must hold all
-        positions (`can_rewind`), and the block must commit nothing.
+        Rows that its passes append are dropped at the end of the block, even after half a pass. Every layer must hold
+        all positions (`can_rewind`), and the block must commit nothing.
         """
         lent: list[Any] = [self.layers[index] for index in layers]
         columns = [layer.columns for layer in lent]
@@ -496,7 +496,7 @@ class LookaheadCache(Cache):
                 layer.columns, layer.computed = count, 0
 
     def sequence(self, b: int) -> "LookaheadCache":
-        """Return a cache of sequence ``b`` alone, without padding: this one if it holds no other, else a copy."""
+        """Return a cache of only sequence ``b``, without padding: this one if it holds no other, else a copy."""
         if len(self.lengths) == 1 and self.paddings is None:
             return self
         one = LookaheadCache([copy.copy(layer) for layer in self.layers], self.lengths)
@@ -533,7 +533,7 @@ class LookaheadCache(Cache):
 
 
 class SeparateCaches:
-    """A cache of its own for each sequence of a batch. They join and leave between steps, and nothing is moved."""
+    """A separate cache for each sequence of a batch. They join and leave between steps, and nothing is moved."""
 
     replay: Sequence[int] = ()  # none has a state that is restored
 
@@ -580,7 +580,7 @@ AnyCache = LookaheadCache | SeparateCaches
 
 
 class CountedCache(DynamicCache):
-    """A cache whose layers keep states alone, which do not say how many positions they have seen. So lookahead says it.
+    """A cache whose layers keep only states, which do not say how many positions they have seen. So it counts them.
 
     It goes from call to call of a wrapped model. The model's own decoding would not count.
     """
@@ -592,7 +592,7 @@ class CountedCache(DynamicCache):
 
 
 def counts_positions(cache: Cache) -> bool:
-    """Whether a cache knows how many positions it holds. One whose layers keep states alone does not by itself."""
+    """Whether a cache knows how many positions it holds. If its layers keep only states, it does not by itself."""
     return isinstance(cache, CountedCache) or any(hasattr(layer, "get_seq_length") for layer in cache.layers)
 
 

@@ -1,7 +1,7 @@
-"""What a verdict on a model's passes depends on, as it is at this moment.
+"""The current state of a model: everything that a verdict on its passes depends on.
 
-A model may change while it is wrapped: its classes, the code behind them, dtypes, quantization, hooks, settings. So
-each call looks at it. If every object is that of the last look, this takes a fraction of a millisecond.
+A model may change while it is wrapped: its classes, their code, dtypes, quantization, hooks, settings. So each call
+checks it. If no object has changed since the last check, this takes a fraction of a millisecond.
 """
 
 import threading
@@ -42,7 +42,7 @@ _origins: dict[frozenset[type], Origin] = {}
 
 
 class _Same:
-    """An object as part of a key: equal to itself alone. It is kept, so that no other object can take its address."""
+    """An object as part of a key: equal only to itself. It is kept, so that no other object can get its address."""
 
     def __init__(self, value: Any):
         self.value = value
@@ -55,7 +55,7 @@ class _Same:
 
 
 class State:
-    """What a verdict on a model's passes depends on."""
+    """Everything that a verdict on a model's passes depends on."""
 
     def __init__(self, model: PreTrainedModel):
         self._modules = list(model.modules())[1:]  # the model itself would be kept alive
@@ -84,7 +84,7 @@ class State:
         hooks = [(i, hook) for i, module in enumerate(modules) for hook in compat.hooks_of_users(module)]
         hooks += [(-1, hook) for hook in self._global_hooks]
         self.ropes: list[dict] | None = None
-        """What `layers.ropes_of` has found."""
+        """The result of `layers.ropes_of`."""
         self.users = None
         """That code, and hooks, if there are any."""
         if self.foreign or hooks:
@@ -92,11 +92,12 @@ class State:
 
             self.users = UsersCode(modules, _unwrapped(self._classes[0]), self.foreign, [hook for _, hook in hooks])
         self.is_known = not (self.foreign or hooks) and all(map(is_defined, self._classes))
-        """Whether torch and transformers define all that passes run."""
+        """Whether torch and transformers define all code of passes."""
         self.in_training = tuple(i for i, module in enumerate(modules) if module.training)
         """Which modules are in training mode."""
         self.is_compiled = any(map(compat.is_compiled, modules))
-        """Whether the user has compiled the model or a part of it. Compiled code cannot tell that a pass is ours."""
+        """Whether the user has compiled the model or a part of it. Compiled code does not notice that a pass is
+        ours."""
         self._hooks_take_keywords = bool(self._global_hooks) or any(map(compat.hooks_take_keywords, modules))
         kinds = [
             (_name(kind), dtype, device, _quantization(tensor))
@@ -105,7 +106,7 @@ class State:
         changing = {*origin.written, "training"}  # the probe runs in eval mode
         attributes = [_attributes(module, changing) for module in modules]
         self.text = repr((list(map(_name, self._classes)), kinds, self._settings, attributes))
-        """All of it, if `is_known` holds, in words that another process finds equal."""
+        """The whole state, if `is_known`, in words that are equal in another process."""
         self.key = (
             self.text,
             (_unwrapped(self._classes[0]), *self._classes[1:]),
@@ -114,10 +115,10 @@ class State:
             tuple((foreign.place, _Same(foreign.found)) for foreign in self.foreign),
             tuple(self.users.flags) if self.users else (),
         )
-        """All of it, for this process."""
+        """The whole state, for this process."""
 
     def is_current(self, model: PreTrainedModel) -> bool:
-        """Whether ``model`` is as it was."""
+        """Whether ``model`` has not changed."""
         values = chain.from_iterable(map(dict.values, self._filled))
         return (
             sum(map(len, self._dictionaries)) == len(self._values)
@@ -135,13 +136,13 @@ class State:
         )
 
     def why_not_split(self) -> str | None:
-        """Why a mask that covers the step alone may not be handed to the model; None if it may."""
+        """Why a mask that covers only the step must not be passed to the model; None if it may."""
         if self._hooks_take_keywords:
             return "hooks may read the masks"
         return next(map(str, self.users.seeing_masks), None) if self.users else None
 
     def why_plain(self) -> str | None:
-        """Why the model's own decoding must take its calls; None if it need not."""
+        """Why the model's own decoding must serve its calls; None if lookahead can."""
         if self._differing:
             return f"a model whose parts have configurations that differ ({', '.join(self._differing)})"
         return self.users.why_plain() if self.users else None
@@ -155,7 +156,7 @@ _thread = threading.local()
 
 @contextmanager
 def looked_at(model: PreTrainedModel) -> Iterator[None]:
-    """Look at a model once for the whole block, in this thread."""
+    """Check a model only once within the block, in this thread."""
     before = getattr(_thread, "looked_at", None)
     _thread.looked_at = model, state_of(model)
     try:
@@ -165,7 +166,7 @@ def looked_at(model: PreTrainedModel) -> Iterator[None]:
 
 
 def state_of(model: PreTrainedModel) -> State:
-    """Look at a model."""
+    """Check a model."""
     known, state = getattr(_thread, "looked_at", None) or (None, None)
     if known is model and state is not None:
         return state
@@ -177,7 +178,7 @@ def state_of(model: PreTrainedModel) -> State:
 
 
 def forget(model: PreTrainedModel) -> None:
-    """Let go of the parts of a model."""
+    """Release the parts of a model."""
     _states.pop(model, None)
 
 
@@ -217,13 +218,13 @@ def _replaced(modules: list[nn.Module], origin: Origin) -> Iterator[Foreign]:
 
 
 def _differing(of_model: PreTrainedConfig, configs: list[PreTrainedConfig]) -> list[str]:
-    """Name the settings by which the cache or the masks of a part would not be those that the model says."""
+    """Name settings for which a part would have another cache or other masks than the model's configuration says."""
     others = [config for config in configs if type(config) is type(of_model)]
     return sorted(n for n in _OF_ALL if any(vars(c).get(n) != vars(of_model).get(n) for c in others))
 
 
 def _unwrapped(cls: type) -> type:
-    """The class that `wrap` has made this one of, or the class itself."""
+    """The class that was wrapped, or the class itself."""
     is_ours = any(base.__module__ == "lookahead.wrapping" for base in cls.__bases__)
     return next(base for base in cls.__bases__ if base.__module__ != "lookahead.wrapping") if is_ours else cls
 
@@ -250,7 +251,7 @@ def _settings(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def _attributes(module: nn.Module, changing: set[str]) -> dict[str, Any]:
-    """Settings that a module keeps, but not what passes keep there."""
+    """Settings of a module, without values that passes store there."""
     return {
         name: value
         for name, value in vars(module).items()
@@ -260,7 +261,7 @@ def _attributes(module: nn.Module, changing: set[str]) -> dict[str, Any]:
 
 
 def _is_list_of_settings(value: Any) -> bool:
-    """Whether it is such a list as a configuration file gives, which may be written to in place."""
+    """Whether it is a list as in a configuration file, which may be changed in place."""
     return type(value) is list and all(isinstance(item, _SETTINGS) for item in value)
 
 

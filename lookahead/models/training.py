@@ -1,7 +1,7 @@
-"""What a model may do in training mode that it does not do in evaluation mode, as far as it can be seen.
+"""What a model may do in training mode but not in evaluation mode, as far as settings and code show it.
 
-Reinforcement learning generates in training mode. Where nothing is drawn at random there, a pass computes what it
-computes in evaluation mode.
+Reinforcement learning generates in training mode. If nothing is drawn at random, a pass computes the same as in
+evaluation mode.
 """
 
 from collections.abc import Collection
@@ -41,7 +41,7 @@ def _is_rate(name: str, module: nn.Module | None = None) -> bool:
 
 
 def unknown_part(model: PreTrainedModel, state: State) -> str | None:
-    """Name code of which it is not known what it does in training mode; None if there is none."""
+    """Name code whose behaviour in training mode is unknown; None if there is none."""
     modules = list(model.modules())
     hooked = next((f"a {type(module).__name__}" for module in modules if hooks_of_users(module)), None)
     if hooked or global_hooks_of_users():
@@ -54,9 +54,9 @@ def unknown_part(model: PreTrainedModel, state: State) -> str | None:
 
 
 def _drops_at_most(found: Foreign | type) -> bool:
-    """Whether this, if it does anything otherwise in training mode, drops numbers by a setting that is seen.
+    """Whether the only thing that it may do in training mode is dropout by a known setting.
 
-    PEFT's layers for LoRA are so, and what accelerate puts before a forward: autocast and offloading.
+    This is true of PEFT's layers for LoRA, and of accelerate's forwards for autocast and offloading.
     """
     is_of_peft, cls = (True, found) if isinstance(found, type) else (found.package == "peft", found.cls)
     is_of_lora = is_of_peft and cls is not None and cls.__module__ in _OF_LORA

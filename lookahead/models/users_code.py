@@ -1,4 +1,4 @@
-"""What code of users means for passes: hooks, and what stands where torch or transformers define another."""
+"""Foreign code in passes: hooks, and functions that replace those of torch or transformers."""
 
 import inspect
 from collections import deque
@@ -15,35 +15,35 @@ from transformers import PreTrainedConfig
 from lookahead.models.origin import OF_LOOP, Foreign, enclosed, function_of, is_defined, is_own
 
 PASS_ON = ("accelerate", "bitsandbytes", "peft", "torchao")
-"""Packages that wrap modules, and hand masks and positions on to them as they are."""
-# Functions of a module that are given the tokens of a pass alone, and those of torch that are given keys or scores.
+"""Packages that wrap modules, and pass masks and positions on to them unchanged."""
+# Functions of a module that get only the tokens of a pass, and those of torch that get keys or scores.
 _OF_ROWS = {"apply_rotary_pos_emb", "rotate_half", "clip_qkv"}
 _OF_KEYS = {"scaled_dot_product_attention", "softmax", "matmul", "bmm", "baddbmm", "einsum", "cat"}
-_MOST_FLAGS, _MOST_HELD = 256, 16  # values that are looked at, in all and in one container
+_MOST_FLAGS, _MOST_HELD = 256, 16  # values that are checked, in all and in one container
 _NO_FLAGS = nn.Module, torch.Tensor, PreTrainedConfig, ModuleType, BuiltinFunctionType
 
 
 class UsersCode:
-    """The code of users that passes of a model run."""
+    """The foreign code that passes of a model run."""
 
     def __init__(self, modules: list[nn.Module], own: type, foreign: tuple[Foreign, ...], hooks: list[Callable]):
         """modules: of the model. own: its class, as it was before it was wrapped."""
         self._own, self._foreign = own, foreign
         self._functions = [*hooks, *(one.found for one in foreign)]
         self.flags = _flags(self._functions)
-        """Values that it may hang on."""
+        """Values that it may depend on."""
         hand_on = {base for module in modules if _takes_masks(module) for base in type(module).__mro__}
         self.seeing_masks = [
             one for one in foreign if one.package not in PASS_ON and (one.cls is None or one.cls in hand_on)
         ]
-        """Foreign code that is given masks."""
+        """Foreign code that gets masks."""
 
     def is_current(self) -> bool:
-        """Whether it hangs on the same values as before."""
+        """Whether the values that it depends on have not changed."""
         return _flags(self._functions) == self.flags
 
     def why_no_trees(self) -> str | None:
-        """Why the model must make its masks itself; None if it need not."""
+        """Why the model must make its own masks; None if it need not."""
         return next((str(foreign) for foreign in self._foreign if "mask" in foreign.place.rsplit(".", 1)[-1]), None)
 
     def why_no_kernels(self) -> str | None:
@@ -52,7 +52,7 @@ class UsersCode:
         return next((str(foreign) for foreign in self._foreign if foreign.place.startswith(places)), None)
 
     def why_plain(self) -> str | None:
-        """Why the model's own decoding must take its calls; None if it need not."""
+        """Why the model's own decoding must serve its calls; None if lookahead can."""
         for foreign in self._foreign:
             bases = foreign.cls.__mro__ if foreign.cls else ()
             is_of_transformers = any(base.__module__.startswith("transformers.models.") for base in bases)
@@ -69,9 +69,9 @@ class UsersCode:
         )
 
     def _sees_keys(self, foreign: Foreign) -> bool:
-        """Whether this code stands in the place of transformers' attention, or of what that calls.
+        """Whether this code replaces transformers' attention, or a function that it calls.
 
-        It may do something else from some number of keys on, and passes over several tokens reach that number sooner.
+        It may change its behaviour at some number of keys, which passes over several tokens reach sooner.
         """
         own = self._own
         name = foreign.place.rsplit(".", 1)[-1]
@@ -84,10 +84,10 @@ class UsersCode:
 
 
 def _flags(functions: list[Any]) -> list[Any]:
-    """What functions may hang on: values that they hold, or that the names in their code stand for.
+    """Values that functions may depend on: those that they hold, or that the names in their code refer to.
 
-    A number counts as zero or not, for it may be a counter. Numbers and None in a list may record what has passed, and
-    do not count. What is in a model, torch or transformers is left out.
+    A number counts only as zero or not zero, because it may be a counter. Numbers and None in a list may be a record,
+    and do not count. Values in a model, torch or transformers are left out.
     """
     found: list[Any] = []
     wanted, seen = deque(functions), set()
@@ -104,7 +104,7 @@ def _flags(functions: list[Any]) -> list[Any]:
 
 
 def _held(value: Any) -> Iterable[Any]:
-    """What a function, a container or an object holds."""
+    """The values that a function, a container or an object holds."""
     if isinstance(value, dict):
         return islice(value.values(), _MOST_HELD)
     if isinstance(value, (list, tuple)):
@@ -123,7 +123,7 @@ def _held(value: Any) -> Iterable[Any]:
 
 
 def _takes_masks(module: nn.Module) -> bool:
-    """Whether a module may be given the mask: attention, and all that holds some."""
+    """Whether a module may get the mask: attention, and modules that contain attention."""
     return any(
         "layer_idx" in vars(part) or "is_causal" in vars(part) or "attention_mask" in _arguments(type(part).forward)
         for part in module.modules()

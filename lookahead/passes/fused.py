@@ -1,4 +1,4 @@
-"""Passes in one call, on a CPU, for models whose passes are programs (`models.families`)."""
+"""Fused passes: a pass is one call of C++ on a CPU, for models whose passes are programs (`models.families`)."""
 
 import operator
 from collections.abc import Hashable, Iterable, Sequence
@@ -34,17 +34,17 @@ from lookahead.passes.packed import Packs, ReadyProgram, packed_of
 from lookahead.passes.runner import EagerRunner, Output, TopK, joined
 from lookahead.step import MAX_DEPTH, Step, grow, pad
 
-# Tokens of a prompt, at most, if any. With the matrix unit by dtype, for torch is quicker beyond; and without it.
+# Most tokens of a prompt, because torch is faster beyond: with the matrix unit by dtype, and without it.
 MOST_READ_IN_TILES = {torch.bfloat16: 192, torch.float32: 512}
 MOST_READ = 2**62
 MOST_AT_ONCE = 256  # of them in a pass, which bounds its memory. Each pass unpacks the weights once
-# Rows of a pass, at most, that reads the numbers that indexed weights were made of. One over more rows loses more by it
-# than the reading of all numbers takes.
+# Most rows of a pass that reads the original numbers of packed weights. A pass over more rows loses more by it than
+# reading all numbers takes.
 MOST_COMPARED = 12
 FIRST_POSITIONS = 1024  # of the first table of rotary embeddings
-MOST_COPIED = 2**30  # bytes of a copy that takes more than half as much as the weights, unless it is asked for
+MOST_COPIED = 2**30  # by default, most bytes of a copy that takes more than half as much as the weights
 
-PARTS = 8  # of what is watched, one of which is looked at where nobody else's code has run
+PARTS = 8  # of the watched tensors; only one part is checked if no foreign code has run
 
 _ADDRESS, _IS_INITIALIZED = torch.Tensor.data_ptr, operator.attrgetter("is_initialized")
 
@@ -52,7 +52,7 @@ _ADDRESS, _IS_INITIALIZED = torch.Tensor.data_ptr, operator.attrgetter("is_initi
 class Watch:
     """Notices that tensors of modules were replaced, moved, resized or written to, where torch counts that.
 
-    It does not count what is written by way of ``.data`` or numpy.
+    torch does not count writes through ``.data`` or numpy.
     """
 
     def __init__(self, modules: Iterable[nn.Module]):
@@ -62,12 +62,12 @@ class Watch:
         self._in_memory = [part for tensor in self._tensors for part in _in_memory(tensor)]
         self._counted = [tensor for tensor in self._in_memory if not tensor.is_inference()]
         self._before = _looked_at(self._in_memory, self._counted)
-        self._parts: list[list] = []  # what is watched and what was seen, once it is asked for
+        self._parts: list[list] = []  # watched tensors and their last properties, once requested
 
     def has_changed(self, part: int | None = None) -> bool:
-        """Whether anything has changed since this was made. part: of PARTS, the one that is looked at; default: all.
+        """Whether anything has changed since this was made. part: of PARTS, the one to check; default: all.
 
-        Between two passes, caches are cold: to look at all takes up to half a millisecond.
+        Between two passes, caches are cold, so checking everything takes up to half a millisecond.
         """
         of_all: tuple[list[Any], ...] = self._tensors, self._in_memory, self._counted, *self._before
         seen: Sequence[list[Any]] = (self._places, self._names, *of_all)
@@ -84,12 +84,12 @@ class Watch:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """What is watched."""
+        """The watched tensors."""
         return self._tensors
 
     @property
     def in_memory(self) -> list[torch.Tensor]:
-        """The same, but in the place of what torchao has quantized, the tensors within it."""
+        """The same, but the inner tensors instead of those that torchao has quantized."""
         return self._in_memory
 
     @property
@@ -101,13 +101,13 @@ class Watch:
         )
 
     def let_go(self) -> None:
-        """Hold none of the tensors, until `resume`. Only if it `is_plain`."""
+        """Release the tensors until `resume`. Only if it `is_plain`."""
         self._identities = list(map(id, self._tensors))  # torch swaps no tensor that has weak references
         self._tensors = self._in_memory = self._counted = []
         self._parts = []
 
     def resume(self) -> bool:
-        """Hold the tensors again. Returns whether they are as they were: the same, or others in the same memory."""
+        """Hold the tensors again. Returns whether they are unchanged: the same, or others in the same memory."""
         now: list[Any] = list(map(dict.get, self._places, self._names))
         if list(map(id, now)) != self._identities:
             return False
@@ -122,7 +122,7 @@ def _looked_at(memory: list[torch.Tensor], counted: list[torch.Tensor]) -> tuple
 
 
 def _in_memory(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-    """The tensors that a tensor consists of. One that torchao has quantized has no memory of its own."""
+    """The tensors that a tensor consists of. One that torchao has quantized has no memory itself."""
     if is_plain(tensor):
         return [tensor]
     from lookahead.compat.quantized import int8_weight  # other weights need it not
@@ -131,13 +131,12 @@ def _in_memory(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
 
 
 class FusedRunner(EagerRunner):
-    """Runs the steps of all sequences, and prompts, in calls of our own. Everything else runs eagerly.
+    """Runs steps and prompts as fused passes. Everything else runs eagerly.
 
-    Weights are read where they are, or in a copy that holds them in fewer bits (`pack`). What was made of
-    the model serves all calls that run at the same time, and is kept for the next one, if nothing has changed. The
-    first pass of a call reads the weights themselves, and tells by their digests whether the copy still holds them. If
-    weights change during a call, they are read where they are from then on; if they then have no form that can be read,
-    passes run eagerly. Raises UnknownModelError if the model cannot be run so.
+    Weights are read in place, or from a packed copy (`pack`). All running calls share the program of the model, and it
+    is kept for the next call if nothing has changed. The first pass of a call reads the weights themselves, and checks
+    by digests whether the copy still matches them. If weights change during a call, they are read in place from then
+    on; if that is impossible, passes run eagerly. Raises UnknownModelError if the model has no fused passes.
     """
 
     name = "fused"
@@ -156,13 +155,13 @@ class FusedRunner(EagerRunner):
             raise UnknownModelError(adapter.foreign[0])
         self._page = _page_of(model, adapter)
         self._placeholders = frozenset(self._page.placeholders())
-        # By longrope, the longest position of a pass chooses the frequencies of all.
+        # With longrope, the longest position of a pass decides the frequencies of all rows.
         self._shares = not any(rope.get("rope_type") == "longrope" for rope in ropes_of(model))
         by = self._page.attends_by
         attends = adapter.splits_attention if by == "split" else attention_implementation(adapter.config) == by
         if by == "nothing":
             attends = True
-        if by == "eager" and registered_attention(by) is not None:  # something stands in place of the model's own
+        if by == "eager" and registered_attention(by) is not None:  # another function replaces the model's own
             attends = False
         takes_positions = adapter.takes_position_ids or adapter.biases_keys or by == "nothing"
         if not (attends and adapter.can_branch and adapter.uses_kernels and takes_positions):
@@ -176,22 +175,22 @@ class FusedRunner(EagerRunner):
                 self._use(ready, is_compared=False)
             else:
                 self._use(self._read(packs))
-        self._part = 0  # of what is watched, which the last pass has looked at
+        self._part = 0  # of the watched tensors, which the last pass has checked
         self._rotary_watch = Watch([])
         self._rotary: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self._serves = range(0)  # the largest position of a pass that takes these
         self._buffers: list[_Buffers | None] = []  # of each sequence
 
     def _holds(self, ready: ReadyProgram) -> bool:
-        """Whether a program is what the page says now, of tensors that are where they were."""
+        """Whether the page would write the same program now, of tensors at the same addresses."""
         return ready.computed is None or ready.computed == self._page.program().computed(ready.watch.in_memory)
 
     def _use(self, ready: ReadyProgram, is_compared: bool = True) -> None:
-        """Serve from now on with this program. is_compared: whether its copies are known to hold the weights."""
+        """Use this program from now on. is_compared: whether its copies are known to match the weights."""
         self._ready, self._watch = ready, ready.watch
         self._packed.enter(ready, self)
         self._executor: Executor | None = ready.executor
-        self._first = None if is_compared else ready.original  # runs the next pass, which compares them
+        self._first = None if is_compared else ready.original  # runs the next pass, which checks them
         self.most_read = ready.most_read
         self.weight_bytes, self.declined_bytes = ready.weight_bytes, ready.declined_bytes
 
@@ -303,7 +302,7 @@ class FusedRunner(EagerRunner):
     def _read_part(
         self, new: torch.Tensor, cache: LookaheadCache, shown: int, as_steps: bool, until: int
     ) -> Output | None:
-        """Compute a part of a prompt in one pass; None if the model's own code has to.
+        """Compute a chunk of a prompt in one pass; None if the model's own code must.
 
         shown, until: as for `_compute`. Other arguments as for `prefill`.
         """
@@ -344,7 +343,7 @@ class FusedRunner(EagerRunner):
         return True
 
     def _has_changed(self, executor: Executor, others_ran: bool) -> bool:
-        """Whether weights have changed, as far as a look at them tells. others_ran: as for `EagerRunner.run`."""
+        """Whether weights seem to have changed. others_ran: as for `EagerRunner.run`."""
         if others_ran:
             return (self._first is None and executor.is_stale()) or self._watch.has_changed()
         self._part = part = (self._part + 1) % PARTS  # other calls go through the parts in their own turn
@@ -383,7 +382,7 @@ class FusedRunner(EagerRunner):
     ) -> Output:
         """Run a step of each sequence. shown: rows whose logits are returned, the last ones; default: all. If it is
         given, the rows are those of a prompt, and states are committed.
-        until: the position behind the whole prompt, which the model's own code would read in one pass.
+        until: the position after the whole prompt, which the model's own code would prefill in one pass.
         is_prompt: as for `Executor.run`.
 
         Raises UnknownModelError, before it changes a cache, if the rotary embedding has become another one.
@@ -426,7 +425,7 @@ class FusedRunner(EagerRunner):
         return Output(logits, outputs, first, has_nan, found, argmax)
 
     def _executor_for(self, rows: int) -> Executor:
-        """Return what computes a pass of so many rows. If they are many, copies are compared before it."""
+        """Return the executor for a pass of this many rows. If they are many, copies are checked first."""
         if self._first is not None and rows > self._ready.most_compared and not self._ready.executor.has_changed():
             self._first = None
         executor = self._first or self._executor
@@ -434,7 +433,7 @@ class FusedRunner(EagerRunner):
         return executor
 
     def _compare(self, original: Executor) -> None:
-        """Go on with the copies if they hold the weights that the first pass has read, or with new copies."""
+        """Continue with the copies if they match the weights that the first pass has read, or with new copies."""
         self._first = None
         if not self._ready.holds(original):
             self._executor = None
@@ -444,8 +443,8 @@ class FusedRunner(EagerRunner):
     def _rotary_of(self, position: int, executor: Executor) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         """Return cosines and sines by name of the rotary embedding: float32 [positions, rotary] each.
 
-        position: the largest of a pass, or of a prompt that is read in several. By it, longrope chooses one of two sets
-        of frequencies for all rows.
+        position: the largest of a pass, or of a prompt in several passes. Longrope chooses one of two sets of
+        frequencies for all rows by it.
         """
         if position not in self._serves or self._rotary_watch.has_changed():
             rotary = self._page.rotary_module
@@ -491,7 +490,7 @@ class FusedRunner(EagerRunner):
 
 
 def _states() -> ModuleType:
-    """What passes over layers with a state need; other models have none."""
+    """Functions for passes over layers with a state; other models do not import them."""
     from lookahead.passes import states
 
     return states
@@ -517,7 +516,7 @@ def _executor_of(found: Program) -> Executor:
 
 
 class _Buffers:
-    """Where the keys and values of all layers are. The tensors are held, so that their addresses stay theirs."""
+    """The addresses of the keys and values of all layers. It holds the tensors, so that the addresses stay valid."""
 
     def __init__(self, tensors: list[torch.Tensor], layers: list[int]):
         """tensors: `LookaheadCache.buffers`. layers: those of the cache that hold keys and values."""
@@ -551,7 +550,7 @@ class _Buffers:
 
 
 def _is_causal(hidden: np.ndarray) -> bool:
-    """Whether the rows of a chain see all keys but those of later rows."""
+    """Whether the rows of a chain see all keys except those of later rows."""
     return hidden.shape[1] == len(hidden) and not np.tril(hidden).any()
 
 

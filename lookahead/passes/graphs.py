@@ -1,8 +1,8 @@
 """Steps of fixed shape, which a GPU replays as CUDA graphs: one launch for a step instead of one for each kernel.
 
 In an eager pass of a large model over a few tokens, Python takes several times as long to launch the kernels as the GPU
-takes to read the weights. A CUDA graph is launched at once, but it always does the same to the same memory. So the
-model's program is run in plain torch (`static.StaticPass`), and all that it uses has a fixed place and a fixed shape:
+takes to read the weights. A CUDA graph is launched at once, but it always does the same with the same memory. So the
+model's program runs in plain torch (`static.StaticPass`), and everything that it uses has a fixed address and shape:
 
     keys and values   buffers for all layers, kept from call to call; a call's prompt is copied into them once
     tokens            T is rounded up to a power of two; no other token sees those that pad a step
@@ -10,12 +10,12 @@ model's program is run in plain torch (`static.StaticPass`), and all that it use
     ids, positions, first column, ancestors   copied into fixed tensors before each step; the mask is made on the device
 
 There is one graph for each pair of T and columns shown, captured when it is first needed: at most 8 for the first
-`FIRST_CAPACITY` columns, and as many for each further number of columns that a longer text needs (`_rounded_up`). The
+`FIRST_CAPACITY` columns, and as many for each other number of columns that a longer text needs (`_rounded_up`). The
 graphs share their memory. When the buffers grow they move, and all graphs are dropped.
 
-Graphs never change a text. The passes are compared with plain decoding before they serve a model (`probe`), and the
-first runs of each graph with the same pass launched kernel by kernel. What cannot be captured, or differs, is computed
-without graphs, with one warning.
+Graphs never change a text. The passes are compared with plain decoding before they are used for a model (`probe`), and
+the first runs of each graph with the same pass launched kernel by kernel. Passes that cannot be captured, or that
+differ, run without graphs, with one warning.
 """
 
 import threading
@@ -46,7 +46,7 @@ from lookahead.passes.runner import EagerRunner, Output, TopK
 from lookahead.step import Step, pad
 
 FIRST_CAPACITY = 1024  # columns
-MAX_ROWS = 128  # rows of a step that is captured, at most
+MAX_ROWS = 128  # most rows of a captured step
 RUNS_CHECKED = 2  # runs of each graph; a value that the capture has fixed is still right in the first
 WARM_UP_RUNS = 3  # before the first capture, so that libraries have chosen their kernels and allocated memory
 
@@ -137,7 +137,7 @@ class StepGraphs:
     _lent: "StaticCache | None"
     _program: Program | None  # while a call has the buffers: it holds the weights
     _windows: dict[int | None, list[int]]  # layers of the cache, by their sliding windows
-    _wanted: tuple[int, ...]  # outputs that are requested
+    _wanted: tuple[int, ...]  # requested outputs
 
     def __init__(self, model: PreTrainedModel, capture: Capture | None = capture_cuda):
         """capture: makes a replay of a function. None: run steps of fixed shape without capturing them."""
@@ -234,9 +234,8 @@ class StepGraphs:
         return logits[: len(step)], {i: output[: len(step)].clone() for i, output in outputs.items()}
 
     def _compared(self, adapter: ModelAdapter) -> str | None:
-        """Say what is wrong with the passes, which plain decoding is compared with; None if nothing is, or nothing is
-        captured.
-        """
+        """Compare the passes with plain decoding and return what is wrong; None if nothing is, or nothing is
+        captured."""
         if self._capture is None:
             return None
         model = self._model
@@ -256,7 +255,7 @@ class StepGraphs:
         self._lent = self._program = None
 
     def _drop_graphs(self) -> None:
-        """Drop what is made for the buffers where they are."""
+        """Drop everything that depends on the addresses of the buffers."""
         self._replays, self._unchecked, self._tables, self._positions = {}, {}, {}, 0
 
     def _give_up(self, reason: str) -> None:
@@ -401,10 +400,10 @@ class StaticCache(LookaheadCache):
 
 
 class _Buffers(InPlaceLayer):
-    """Keys and values of all layers as one layer with the heads of all of them, so that one commit serves them all.
+    """Keys and values of all layers as one layer with all their heads, so that one commit serves them all.
 
-    Columns behind those in use are hidden, not cut off. They take part in sums with weight 0, so they must be finite:
-    `commit` fills them with zeros.
+    Unused columns are masked, not cut off. They take part in sums with weight 0, so they must be finite: `commit` fills
+    them with zeros.
     """
 
     hides_unused = True
@@ -479,7 +478,7 @@ def _layers_of_one_sequence(cache: LookaheadCache) -> list[InPlaceLayer]:
 
 
 def _rounded_up(columns: int) -> int:
-    """Return how many columns a pass is shown that needs so many: a power of two, or three quarters of one."""
+    """Return the columns that a graph shows for this many: a power of two, or three quarters of one."""
     power = max(_power_of_two(columns), FIRST_CAPACITY)
     return power * 3 // 4 if FIRST_CAPACITY < columns <= power * 3 // 4 else power
 

@@ -1,4 +1,4 @@
-"""Tries a model out: do the logits of a pass agree with plain decoding, which computes one token in a pass?"""
+"""Probes a model: do the logits of a pass agree with plain decoding, which computes one token in a pass?"""
 
 import copy
 import threading
@@ -18,12 +18,12 @@ from lookahead.passes.runner import EagerRunner
 from lookahead.step import Step, lay_out
 from ngram_pool import GuessTree, Origin
 
-# Errors grow with the layers. In float32, 1.1e-5 was seen in a trained model of 30. Logits that depend on the other
-# rows, for they share a scale or an expert's capacity, are off by far more.
+# Errors grow with the number of layers. In float32, 1.1e-5 was seen in a trained model of 30 layers. Logits that depend
+# on other rows, because these share a scale or an expert's capacity, differ by far more.
 _LARGEST_ROUNDING = 1e-4
 GROSS_ERROR = 0.2  # A median error this large comes neither from rounding nor from quantization.
-LONG_TEXT = 384  # tokens that code of users is also tried behind
-NOISY_PASSES = 2  # One moves a row by too little now and then.
+LONG_TEXT = 384  # tokens after which foreign code is also probed
+NOISY_PASSES = 2  # A single one sometimes changes a row too little.
 
 
 @contextmanager
@@ -97,7 +97,7 @@ def _typical(model: PreTrainedModel, errors: torch.Tensor) -> float:
 
 
 def is_causal(model: PreTrainedModel, adapter: ModelAdapter) -> bool:
-    """Whether later tokens leave a token's logits as they are. True if a plain pass fails or gives NaN."""
+    """Whether later tokens do not change a token's logits. True if a plain pass fails or gives NaN."""
     tokens = torch.from_numpy(np.random.default_rng(0).integers(0, vocabulary_of(model), (1, 12)))
     try:
         with as_in_generate(model):
@@ -111,17 +111,17 @@ def is_causal(model: PreTrainedModel, adapter: ModelAdapter) -> bool:
 
 @dataclass(frozen=True)
 class PlainRows:
-    """What plain decoding says of the tokens of a pass."""
+    """The logits of plain decoding for the tokens of a pass."""
 
     logits: torch.Tensor
     """[rows, vocabulary]"""
     noise: torch.Tensor
-    """How far rounding alone moves each row (`row_errors`), float64 [rows]."""
+    """How much rounding alone changes each row (`row_errors`), float64 [rows]."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """Prompts and steps to try passes on, and what plain decoding says of them."""
+    """Prompts and steps to probe passes with, and plain decoding's logits for them."""
 
     prompts: list[tuple[list[int], PlainRows]]
     """For each sequence: the tokens of its prompt."""
@@ -137,11 +137,11 @@ def compare_with_plain(
     trials: dict[tuple[bool, int], Trial] | None = None,
     also_long: bool = False,
 ) -> str | None:
-    """Say what is wrong with the passes of ``runner``. None: their logits are those of plain decoding.
+    """Return what is wrong with the passes of ``runner``. None: their logits are those of plain decoding.
 
     sequences: sequences in the batch. Their prompts and accepted paths differ in length.
-    trials: what plain decoding of this model has said already; it is added to. The model must not change meanwhile.
-    also_long: try it behind LONG_TEXT tokens, too. Code of users may act only there.
+    trials: known results of plain decoding of this model; new ones are added. The model must not change meanwhile.
+    also_long: also probe after LONG_TEXT tokens, because foreign code may act only there.
     """
     trials = {} if trials is None else trials
     try:
@@ -202,7 +202,7 @@ def _trial(
 
 
 def _long_trial(model: PreTrainedModel, adapter: ModelAdapter, sequences: int, short: Trial) -> Trial:
-    """Make a trial behind a long text. Rounding moves its rows as far as it has moved any of the short one."""
+    """Make a trial after a long text. Its noise is the largest of the short trial's rows."""
     before = max(min(LONG_TEXT, context_length(model) - 40), 0)
     plain = [rows for _, rows in short.prompts] + [rows for plan in short.rounds for *_, rows in plan]
     return _plain_trial(model, adapter, sequences, before, max(rows.noise.max().item() for rows in plain))
@@ -211,7 +211,7 @@ def _long_trial(model: PreTrainedModel, adapter: ModelAdapter, sequences: int, s
 def _plain_trial(
     model: PreTrainedModel, adapter: ModelAdapter, sequences: int, before: int = 0, noise: float | None = None
 ) -> Trial:
-    """Decode prompts and steps plainly, and measure how far rounding moves their logits.
+    """Decode prompts and steps plainly, and measure how much rounding changes their logits.
 
     before: tokens before each prompt. noise: of all rows, if it is known.
     """
@@ -249,7 +249,7 @@ def _plain_trial(
     return Trial(prompts, rounds, torch.zeros(0, dtype=torch.float64, device="cpu"))
 
 
-_Place = tuple[PlainRows, int]  # a row, and what plain decoding says of it
+_Place = tuple[PlainRows, int]  # a row, and plain decoding's logits for it
 
 
 def _without_noise(logits: torch.Tensor) -> PlainRows:
@@ -263,10 +263,10 @@ def _measure_noise(
 
     lines: tokens, and the row of each of them.
 
-    In half precision, some rows of a trained model are moved by ten times as much as others. So each has a noise of its
-    own: the error of plain passes over the whole lines, with the embeddings moved by one rounding. In full precision,
-    the largest error of such a pass serves all. If it is more than rounding, the largest error between plain passes of
-    several shapes does.
+    In half precision, rounding changes some rows of a trained model ten times as much as others. So each row has its
+    own noise: the error of plain passes over the whole lines, with the embeddings changed by one rounding. In full
+    precision, the noise of all rows is the largest error of such a pass. If it is more than rounding, it is the largest
+    error between plain passes of several shapes.
     """
     longest = max(len(places) for _, places in lines)
     ids = torch.tensor([[*line, *[0] * (longest - len(line))] for line, _ in lines], device="cpu")
@@ -284,7 +284,7 @@ def _measure_noise(
             with _moved_embeddings(model, seed):
                 errors = torch.maximum(errors, errors_at_once())
         noise = errors.clone()
-        if noise.median() >= GROSS_ERROR:  # the model ignores its cache, say
+        if noise.median() >= GROSS_ERROR:  # for example, the model ignores its cache
             noise.zero_()
     else:
         errors = noise = errors_at_once()
@@ -305,7 +305,7 @@ def _measure_noise(
 
 @contextmanager
 def _moved_embeddings(model: PreTrainedModel, seed: int) -> Iterator[None]:
-    """Run the block with the embeddings of tokens moved at random, by up to one rounding, in this thread's passes."""
+    """Run the block with embeddings changed at random, by up to one rounding, in this thread's passes."""
     generator, thread = torch.Generator().manual_seed(seed), threading.get_ident()
 
     def move(module: torch.nn.Module, inputs: tuple, embeddings: torch.Tensor) -> torch.Tensor | None:
@@ -339,7 +339,7 @@ def _rounds(model: PreTrainedModel) -> int:
 
 
 def _unless_gross(errors: torch.Tensor) -> torch.Tensor:
-    """Return errors between two plain passes, or none of them if they are gross: the model ignores its cache, say."""
+    """Return errors between two plain passes, or none if they are gross, for example if the model ignores its cache."""
     return errors if errors.median() < GROSS_ERROR else errors[:0]
 
 
