@@ -1,9 +1,9 @@
-"""The same weights in fewer bits: `blocks.cpp`.
+"""Packs weights: the same numbers in fewer bits (`blocks.cpp`).
 
-A pass takes as long as its weights are large. transformers unpacks a GGUF file to floats, and torchao holds int4 in
-int8: their 8 or 4 bits are found again. So are those of MXFP4, which transformers unpacks to bf16. Other bf16 numbers,
-also in a model that was loaded in float32, are indexed in 12 bits. Other weights that lie transposed are copied in as
-many bits as they have.
+The time of a pass is proportional to the bytes of its weights. transformers unpacks a GGUF file to floats, and torchao
+stores int4 in int8: these are packed in 8 or 4 bits again. So is MXFP4, which transformers unpacks to bf16. Other bf16
+numbers, also in a model that was loaded in float32, are packed in 12 bits by indexes. Other transposed weights are
+copied in their own number of bits.
 """
 
 import ctypes
@@ -17,7 +17,7 @@ from lookahead.cpu import native
 from lookahead.cpu.products import Format, Linear, pointer
 
 GROUP = 32  # GROUP in blocks.cpp
-SIZES_OF_BYTES = GROUP, GROUP // 2  # weights with one scale, where they are bytes
+SIZES_OF_BYTES = GROUP, GROUP // 2  # weights with one scale, if they are bytes
 ARGUMENTS = [ctypes.c_void_p, *[ctypes.c_long] * 2, *[ctypes.c_void_p] * 4, ctypes.c_long]
 _of_mxfp4 = cache(partial(native.kernels, "find_mxfp4", native.FLOATS, ARGUMENTS))
 _of_bfloat16 = cache(partial(native.kernels, "index", native.FLOATS, ARGUMENTS))
@@ -31,16 +31,15 @@ LANES = 8  # of a digest: digest::LANES
 
 
 def pack(linear: Linear, dtype: torch.dtype, known: Linear | None = None, indexes: bool = True) -> Linear:
-    """The same layer with the fewest bits that make the same products exactly; the layer itself if it has them.
+    """The same layer with the fewest bits that give exactly the same products; the layer itself if it has them.
 
-    dtype: of the layer's input. known: what was found before, which is returned if it still is what this layer holds.
-    It is never written to, for calls in other threads may read it. The same digest says that. indexes: whether bf16
-    numbers may be indexed, and transposed ones copied.
-    Float32 becomes codes of 4 bits where it was unpacked from GGUF's Q4_0, Q4_1 or Q4_K, and int8 where it was unpacked
-    from a format without offsets (Q8_0, Q6_K, Q5_0, Q3_K). Int8 by groups becomes codes where it is int4. Either float
-    becomes blocks of MXFP4 (OCP Microscaling Formats 1.0) where all weights are such numbers, also if they lie
-    transposed. Other bf16 becomes 12 bits, and so does float32 where all weights are bf16 numbers. Other weights that
-    lie transposed are laid out in rows.
+    dtype: of the layer's input. known: an earlier packed layer, which is returned if it still matches this layer, as
+    its digest shows. It is never written to, because calls in other threads may read it. indexes: whether bf16 may be
+    packed in 12 bits, and transposed weights copied. Float32 becomes 4-bit codes if it was unpacked from GGUF's Q4_0,
+    Q4_1 or Q4_K, and int8 if it was unpacked from a format without offsets (Q8_0, Q6_K, Q5_0, Q3_K). Int8 by groups
+    becomes codes if it is int4. float32 and bf16 become MXFP4 blocks (OCP Microscaling Formats 1.0) if all weights are
+    such numbers, also if they are transposed. Other bf16 is packed in 12 bits, and so is float32 if all weights are
+    bf16 numbers. Other transposed weights are laid out in rows.
     """
     weight, scales = linear.weight, linear.scales
     is_transposed = linear.is_transposed(dtype)
@@ -54,7 +53,7 @@ def pack(linear: Linear, dtype: torch.dtype, known: Linear | None = None, indexe
     if linear.format == Format.FLOATS and _mxfp4_of(weight[:1], dtype) is not None:  # else they need not all be read
         ways.insert(0, lambda: _find_mxfp4(linear, dtype))
     if not is_transposed and linear.format == Format.FLOATS and indexes and can_index(dtype):
-        was_indexed = known is not None and known.scales is None and known.blocks is None  # very likely it is so still
+        was_indexed = known is not None and known.scales is None and known.blocks is None  # very likely it still is
         ways.insert(0 if was_indexed else len(ways), partial(_index, _of_bfloat16()[dtype], linear))
     if not ways:
         return linear
@@ -78,27 +77,27 @@ def copies_of(linears: Iterable[Linear]) -> np.ndarray:
 
 
 def comparison(copies: np.ndarray, dtype: torch.dtype) -> Callable[[int, int], bool]:
-    """Return a function of a turn and a number of parts: whether copies no longer hold what they were made of.
+    """Return a function of a turn and a number of parts: whether copies no longer match their weights.
 
-    It looks at one block of each copy in one part of them, at another part and other blocks in each turn. The array
-    must outlive the function.
+    Each turn checks one block of each copy in one part of the copies; the next turn checks another part and other
+    blocks. The array must outlive the function.
     """
     return partial(_changed()[dtype], copies.ctypes.data, len(copies))
 
 
 def digest_of(linear: Linear) -> bytes:
-    """The digests of a layer's weight and scales (`digest.h`): others, if any number has changed."""
+    """The digests of a layer's weight and scales (`digest.h`). They differ if any number has changed."""
     return digests(memory_of([linear])).tobytes()
 
 
 def memory_of(linears: Iterable[Linear]) -> np.ndarray:
-    """Where weights and scales lie: addresses and bytes, int64 [tensors, 2]. The layers must outlive it."""
+    """Addresses and bytes of weights and scales, int64 [tensors, 2]. The layers must outlive it."""
     tensors = [tensor for linear in linears for tensor in (linear.weight, linear.scales) if tensor is not None]
     return np.array([(tensor.data_ptr(), _span(tensor)) for tensor in tensors], np.int64).reshape(-1, 2)
 
 
 def _span(tensor: torch.Tensor) -> int:
-    """Bytes from a tensor's first number to its last, with what lies between its rows if it is a part of another."""
+    """Bytes from a tensor's first number to its last, including gaps between rows if it is a part of another tensor."""
     last = sum([(size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)])
     return (last + 1) * tensor.element_size()
 
@@ -170,7 +169,7 @@ def _find_mxfp4(linear: Linear, dtype: torch.dtype) -> Linear | None:
 
 
 def _mxfp4_of(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-    """Return the blocks of MXFP4 that these weights are, uint8 [outputs, bytes], if they all are such numbers."""
+    """Return these weights as MXFP4 blocks, uint8 [outputs, bytes], if they all are such numbers."""
     if dtype not in _of_mxfp4() or weight.shape[1] % GROUP or not weight.numel():
         return None
     weight, found = weight.contiguous(), ctypes.c_bool()

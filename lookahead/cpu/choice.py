@@ -21,7 +21,7 @@ _drawers = cache(partial(native.kernels, "draw", (torch.float32,), _DRAW))
 
 
 class Warp(NamedTuple):
-    """How logits are changed before a token is drawn: in this order, as transformers' processors do it."""
+    """How logits are changed before a token is drawn: in this order, as by transformers' processors."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -35,7 +35,7 @@ def serves(logits: torch.Tensor) -> bool:
 
 
 def argmax(logits: torch.Tensor, row: int = 0) -> int | None:
-    """Return the place of a row's largest logit, the first of equals; None if there is a NaN.
+    """Return the argmax of a row, the first of equals; None if there is a NaN.
 
     logits: [..., vocabulary]. row: counted over all dimensions but the last.
     """
@@ -63,7 +63,7 @@ def _choose(logits: torch.Tensor, row: int, variates: int, warp: Warp) -> int | 
 
 
 def draw(state: torch.Tensor, variates: np.ndarray) -> None:
-    """Draw exponential variates as ``exponential_()`` does, up to rounding, and leave the state that it leaves.
+    """Draw exponential variates as ``exponential_()`` does, up to rounding, with the same change of the state.
 
     state: uint8, of a generator on the CPU. variates: float32 [n], contiguous.
     Raises ValueError for a state that is not of the Mersenne Twister.
@@ -73,7 +73,7 @@ def draw(state: torch.Tensor, variates: np.ndarray) -> None:
 
 
 def skip(state: torch.Tensor, count: int) -> None:
-    """Leave the state that `draw` leaves after ``count`` variates. Raises ValueError as `draw` does."""
+    """Advance the state as `draw` does for ``count`` variates. Raises ValueError as `draw` does."""
     _check(state)
     _drawers()[torch.float32](state.data_ptr(), None, count)
 
@@ -85,7 +85,7 @@ def _check(state: torch.Tensor) -> None:
 
 @cache
 def can_draw() -> bool:
-    """Whether `draw` draws as torch does. How torch keeps a generator's state is private, so it is tried."""
+    """Whether `draw` draws as torch does. This is tested, because the format of torch's generator state is private."""
     if torch.float32 not in _drawers() or not multinomial_is_race():
         return False
     generator = torch.Generator().manual_seed(0)

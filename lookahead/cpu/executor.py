@@ -1,8 +1,8 @@
 """Runs a program in one call: `executor.cpp`.
 
-A layer is a dozen small operations. On a CPU, calling them one by one takes as long as computing them. Here one call
-computes all of them, and its threads meet at a spinning barrier. Weights are read where they are, and nothing is
-copied, except what `blocks` makes smaller.
+A layer has a dozen small operations. On a CPU, calling them one by one takes as long as computing them. Here one call
+computes all of them, and its threads wait at a spinning barrier. Weights are read in place or from the packed copy
+(`blocks`).
 """
 
 import ctypes
@@ -30,7 +30,7 @@ _describe = cache(partial(native.kernels, "describe", (torch.uint8,), [], ctypes
 _MOVES = [ctypes.c_void_p] * 2 + [ctypes.c_long] * 3 + [ctypes.c_void_p] * 2 + [ctypes.c_long]
 _movers = cache(partial(native.kernels, "move_rows", (torch.uint8,), _MOVES))  # one, which moves any dtype
 ALIGNMENT = 64  # bytes, of each buffer
-SHARED_BY = 8  # numbers of rows whose passes have one layout: to make one takes 0.1 ms
+SHARED_BY = 8  # numbers of rows that share one layout, because making one takes 0.1 ms
 
 
 class _Described(NamedTuple):
@@ -71,18 +71,18 @@ def _described() -> _Described:
 
 
 def serves(program: Program) -> bool:
-    """Whether this processor's `Executor` takes this program."""
+    """Whether this processor's `Executor` supports this program."""
     if program.dtype not in _kernels() or not program.shapes_fit():
         return False
     return all(operation.within_limits(_described().limits) for operation in program.operations)
 
 
 def pack(program: Program, known: dict[int, Linear], indexes: bool) -> Program:
-    """The same program, with weights of fewer bits where these make the same products exactly (`blocks.pack`).
+    """The same program with packed weights, if these give exactly the same products (`blocks.pack`).
 
-    known: what earlier calls have found, by place; linear layers that read the same memory have one place. Where
-    weights have changed since, a new copy takes the place of the old one, which calls in other threads go on reading.
-    indexes: whether bf16 numbers may be indexed.
+    known: layers packed in earlier calls, by address; linear layers that read the same memory share an address. If
+    weights have changed since, a new copy replaces the old one, which calls in other threads continue to read.
+    indexes: whether bf16 may be packed in 12 bits.
     """
     memory, dtype, places = HugePages(), program.dtype, count()
     place_of: dict[tuple, int] = {}
@@ -106,7 +106,7 @@ def pack(program: Program, known: dict[int, Linear], indexes: bool) -> Program:
 
 
 def _memory_of(linear: Linear) -> tuple:
-    """Where its weight and scales lie."""
+    """The addresses of its weight and scales."""
     weight = linear.weight
     return weight.data_ptr(), weight.shape, weight.stride(), pointer(linear.scales)
 
@@ -117,33 +117,34 @@ def weight_bytes(program: Program) -> int:
 
 
 def bytes_to_copy(program: Program) -> int:
-    """Bytes, about, of a copy in which `pack` has indexed all weights that it can, and laid out transposed ones."""
+    """Estimated bytes of a copy in which `pack` has packed all bf16 weights that it can, and transposed ones as
+    rows."""
     of_number = 1.5 if blocks.can_index(dtype := program.dtype) else 0
     found = {_memory_of(linear): linear for linear in program.linears if linear.format == Format.FLOATS}.values()
     return int(sum(one.weight.nbytes if one.is_transposed(dtype) else of_number * one.weight.numel() for one in found))
 
 
 def can_digest(linear: Linear, dtype: torch.dtype) -> bool:
-    """Whether a pass can find the digest of this layer's weight: whether it is of floats, in rows of whole vectors."""
+    """Whether a pass can compute the digest of this layer's weight: floats, in rows of complete vectors."""
     is_read = linear.format == Format.FLOATS and linear.weight.is_contiguous()
     return is_read and linear.weight.shape[1] * dtype.itemsize % (8 * blocks.LANES) == 0
 
 
 class _Buffer:
-    """Where values lie while a program runs: for each thread its own, or one that all threads share."""
+    """A buffer for values while a program runs: one for each thread, or one that all threads share."""
 
     def __init__(self, is_private: bool):
         self.is_private = is_private
         self.width = 0  # of the widest value
-        self.used: list[tuple[op.Part, bool]] = []  # since threads have met: by which parts, and whether it was written
+        self.used: list[tuple[op.Part, bool]] = []  # since the last barrier: by which parts, and whether it was written
 
 
 class _Buffers:
-    """The buffers of a program, and before which operations threads must meet.
+    """The buffers of a program, and the operations that need a barrier before them.
 
-    Sums and norms of hidden states are private, and so computed by every thread; all else is shared. A value takes the
-    buffer of one that is read no more: in place, where an operation can work so, or one that no thread has used since
-    threads have met.
+    Sums and norms of hidden states are private, so every thread computes them; everything else is shared. A value
+    reuses the buffer of one that is no longer read: in place if the operation supports that, or a buffer that no thread
+    has used since the last barrier.
     """
 
     def __init__(self, program: Program):
@@ -151,10 +152,10 @@ class _Buffers:
         """The private ones first."""
         self.buffer_of: dict[op.Value, _Buffer] = {}
         self.temporary: dict[op.Operation, list[_Buffer]] = {}
-        """What an operation needs beside its result."""
+        """Temporary buffers of operations."""
         self._itemsize = program.dtype.itemsize
         self.meets: list[bool] = []
-        """For each operation, whether threads meet before it."""
+        """For each operation, whether there is a barrier before it."""
         parts = [(operation, operation.part) for operation in program.operations]
         self._gated = {x for operation, part in parts if part and part[0] == "outputs" for x in operation.values_read()}
         self._last = program.last_reads
@@ -164,11 +165,11 @@ class _Buffers:
         self.all.sort(key=lambda buffer: not buffer.is_private)
 
     def is_each_shared(self, operation: op.Operation) -> bool:
-        """Whether each product is shared out by itself, because a gate or the like goes on with the same outputs."""
+        """Whether each product is divided separately, because a gate or the like uses the same outputs."""
         return isinstance(operation, op.Products) and self._gated.issuperset(operation.outs)
 
     def _place(self, i: int, operation: op.Operation) -> None:
-        """Find the buffers of what an operation makes, and whether threads must meet before it."""
+        """Find the buffers of an operation's results, and whether it needs a barrier."""
         part, is_private = operation.part, operation.is_private
         if self.is_each_shared(operation):
             part = "outputs", operation.values_written()[0].width
@@ -195,7 +196,7 @@ class _Buffers:
         self._free += [buffer for buffer in dying if buffer not in outs] + unread
 
     def _allocated(self, is_private: bool, width: int) -> _Buffer:
-        """Return a buffer that is free, or a new one, for so many numbers of a row."""
+        """Return a free or a new buffer for this many numbers of a row."""
         found = next((one for one in self._free if one.is_private == is_private and not one.used), None)
         if found is None:
             found = _Buffer(is_private)
@@ -206,7 +207,7 @@ class _Buffers:
         return found
 
     def _place_temporary(self, operation: op.Operation) -> None:
-        """Find the buffers that an operation needs beside its result."""
+        """Find the temporary buffers of an operation."""
         widths = operation.widths_beside(self._itemsize, _described().limits)
         private, shared = ([self._allocated(i == 0, width) for width in of] for i, of in enumerate(widths))
         for buffer in shared:
@@ -217,7 +218,7 @@ class _Buffers:
 
 
 def _conflict(buffer: _Buffer, part: op.Part, writes: bool) -> bool:
-    """Whether a thread may need what another one has done to the buffer since they have met, or spoil it."""
+    """Whether a thread may read or overwrite what another thread has written or read since the last barrier."""
     return any((writes or wrote) and (part is None or part != other) for other, wrote in buffer.used)
 
 
@@ -243,23 +244,23 @@ class Rows(NamedTuple):
     temperature: float = 1.0
     """Of the probabilities of the top-k tokens."""
     parents: np.ndarray | None = None
-    """Of each row, its parent among the rows, or -1: int64 [T]. Layers that keep a state need it."""
+    """The parent of each row among the rows, or -1: int64 [T]. Layers that keep a state need it."""
     states: Sequence["Places"] = ()
     """For each layer that keeps a state, in their order."""
 
 
 class Crew:
-    """How many threads compute a pass: torch's number, or fewer while other programs keep processors busy.
+    """Chooses how many threads compute a pass: torch's number, or fewer while other programs keep processors busy.
 
-    Where one thread has no processor, all wait for it at the next barrier. So if it loses the share f of a pass, that
-    takes 1 / (1 - f) as long at least, and n - 1 threads in the place of n would take at most n / (n - 1) as long: they
-    are quicker for f > 1 / n.
+    If one thread has no processor, all wait for it at the next barrier. So if it loses the share f of a pass, the pass
+    takes at least 1 / (1 - f) as long, while n - 1 instead of n threads would take at most n / (n - 1) as long: they
+    are faster if f > 1 / n.
     """
 
     PASSES = 32
-    """After so many, one thread more is tried again: a pass that takes twice as long then costs a thirtieth."""
+    """Passes after which one more thread is tried again: a pass that then takes twice as long costs a thirtieth."""
     ENOUGH = 0.75
-    """Of 1 / n, since passes do not quite take n / (n - 1) as long: they wait for memory, too."""
+    """A share of 1 / n, because passes take less than n / (n - 1) as long: they also wait for memory."""
 
     def __init__(self) -> None:
         self._most = self._now = 0
@@ -286,10 +287,10 @@ class Crew:
 
 
 class _Layout(NamedTuple):
-    """Where a pass of so many rows finds its memory, in bytes."""
+    """The memory layout of a pass of this many rows, in bytes."""
 
     for_each: int
-    """What each thread needs for itself."""
+    """The private memory of each thread."""
     private: int
     """The private buffers of it."""
     parts: dict[str, int]
@@ -301,16 +302,16 @@ class _Layout(NamedTuple):
 
 
 class Executor:
-    """The passes of one program. It refers to tensors by their addresses, and holds the memory that they lie in."""
+    """Runs the passes of one program. It refers to tensors by their addresses, and keeps their memory alive."""
 
     def __init__(self, program: Program, digested: Container[int] = ()):
-        """digested: numbers of the linear layers whose digests a pass finds; `can_digest` says which may be."""
+        """digested: numbers of the linear layers whose digests a pass computes (`can_digest`)."""
         self.digests = np.zeros((len(program.linears), blocks.LANES), np.uint64)
         """Of the weights of those, as the last pass has read them."""
         self._tensors = [tensor.detach() for tensor in program.tensors]
         self._copies, self._turn = blocks.copies_of(program.linears), 0
         self._differ = blocks.comparison(self._copies, program.dtype) if len(self._copies) else None
-        # What `pack` has made stays while the model's tensors are let go.
+        # Packed copies stay while the model's tensors are released.
         copied = [linear for linear in program.linears if linear.origin is not None]
         self._origins = blocks.memory_of(linear.origin for linear in copied if linear.origin is not None)
         self._digests = [linear.digest for linear in copied]
@@ -358,7 +359,7 @@ class Executor:
     def _lay_out(self, program: Program, buffers: _Buffers, digests: list[int]) -> list[np.ndarray]:
         """Fill in the operations of C++. Return the arrays that they refer to. digests: addresses, or 0.
 
-        What C++ calls by the same name as `operations` is copied; the rest stands here.
+        Fields with the same name in C++ and `operations` are copied; the others are set here.
         """
         described, kept = _described(), list[np.ndarray]()
         places = {buffer: i for i, buffer in enumerate(buffers.all)}
@@ -419,8 +420,8 @@ class Executor:
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor], bool, tuple[np.ndarray, np.ndarray] | None]:
         """Compute the rows of all sequences, and append their keys and values to the caches.
 
-        Return logits [shown, vocabulary]; the outputs that were asked for; whether a row has become NaN before the
-        output layer; and the top-k tokens. Rows are in the order of the sequences.
+        Return logits [shown, vocabulary]; the requested outputs; whether a row has become NaN before the
+        lm_head; and the top-k tokens. Rows are in the order of the sequences.
 
         rotary: by name, cosines and sines of all positions, float32 [positions, rotary] each; another mapping whenever
         these have changed.
@@ -429,8 +430,8 @@ class Executor:
         top_k: of how many of the rows that are shown top-k tokens are returned, from the first on, and how
         many tokens. They are as `top_k.top_k` returns them: tokens and probabilities, [rows, tokens]; None for
         a program that scales its logits, and for more than MAX_COUNT tokens.
-        is_prompt: whether rows may be rounded otherwise than those of steps, which takes less time for many.
-        Raises ValueError for an output that there is not, and for tables of rotary embeddings that do not fit.
+        is_prompt: whether rows may be rounded differently from those of steps, which takes less time for many rows.
+        Raises ValueError for an unknown output, and for tables of rotary embeddings that do not fit.
         """
         if outputs and not 0 <= min(outputs) <= max(outputs) < self.outputs:
             raise ValueError(f"outputs={outputs}: the model has the outputs 0 to {self.outputs - 1}")
@@ -474,7 +475,7 @@ class Executor:
         return logits, kept, bool(has_nan), (tokens, probabilities) if said else None
 
     def _scaled(self, logits: torch.Tensor) -> torch.Tensor:
-        """`operations.Logits`, but for the product."""
+        """`operations.Logits`, except for the product."""
         if self._divisor != 1:
             logits = logits / self._divisor
         if self._factor != 1:
@@ -482,7 +483,7 @@ class Executor:
         return (logits / self._cap).tanh() * self._cap if self._cap else logits
 
     def _attend_to(self, sequences: Sequence[Rows]) -> int:
-        """Write down where the rows of each sequence are, and which keys they see. Return the number of all rows."""
+        """Fill in the addresses of each sequence's rows, and which keys they see. Return the number of all rows."""
         count, start, described = len(sequences), 0, _described()
         if len(self._cached) < count:
             self._cached, self._places = np.zeros((count, self.layers), described.cached), [[]] * count
@@ -512,7 +513,7 @@ class Executor:
         return start
 
     def pending(self, b: int, held: object) -> "Pending":
-        """Return what the rows of the last pass do to the states of sequence b. held: what its `Places` lie in."""
+        """Return the state updates of the last pass for sequence b. held: the memory of its `Places`."""
         from lookahead.cpu.states import Pending  # other programs have no states
 
         return Pending(self.like.dtype, self._cached[b].copy(), held)
@@ -552,28 +553,28 @@ class Executor:
         return _Layout(for_each, of_private, parts, size, np.array([*private, *shared], np.int64))
 
     def let_go(self) -> None:
-        """Hold no tensor but the copies that `pack` has made, until `resume`."""
+        """Release all tensors except packed copies, until `resume`."""
         self._tensors = []
 
     def resume(self, tensors: list[torch.Tensor]) -> None:
-        """Hold the model's tensors again, which are where they were."""
+        """Hold the model's tensors again, whose addresses have not changed."""
         self._tensors = tensors
 
     def is_stale(self, part: int = 0, parts: int = 1) -> bool:
-        """Whether a copy that `pack` has made differs from the weights, in one block of each matrix.
+        """Whether a packed copy differs from the weights in one block of each matrix.
 
-        Each time, another block is looked at. So a change of most weights is seen at once, others are seen by chance.
-        part: of so many parts of the matrices, the one that is looked at.
+        Each call checks another block. So a change of most weights is noticed at once, other changes by chance.
+        part: which part of how many parts of the matrices to check.
         """
         self._turn += 1
         return self._differ is not None and self._differ(self._turn * parts + part, parts)
 
     def has_changed(self) -> bool:
-        """Whether any number has changed that a copy was made of. This takes as long as to read all of them."""
+        """Whether any packed weight has changed. This takes as long as reading all of them."""
         return blocks.digests(self._origins).tobytes() != b"".join(digest or b"" for digest in self._digests)
 
     def can_turn_by(self, rotary: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> bool:
-        """Whether `run` takes these tables."""
+        """Whether `run` supports these tables."""
         return all(
             table.ndim == 2
             and table.shape == pair[0].shape
@@ -594,12 +595,12 @@ class Executor:
 
 
 def places_of(sizes: Iterable[int]) -> list[int]:
-    """Where parts of these sizes in bytes begin, one behind the other, and where the last one ends."""
+    """The starts of consecutive parts of these sizes in bytes, and the end of the last one."""
     return list(accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0))
 
 
 def can_move(buffers: Sequence[torch.Tensor]) -> bool:
-    """Whether `move_rows` takes these buffers."""
+    """Whether `move_rows` supports these buffers."""
     first = buffers[0]
     shape, dtype = first.shape[1::2], first.dtype
     return torch.uint8 in _movers() and all(

@@ -1,4 +1,4 @@
-"""Memory in huge pages, where Linux gives them: weights that a pass reads lie in it, and long caches.
+"""Memory in huge pages, if Linux provides them, for packed weights and long caches.
 
 A pass reads all weights once, and all keys and values. With pages of 4 KiB, the processor must look up an address every
 64 cache lines, which costs a fifth of the memory's bandwidth and more. With pages of 2 MiB it hardly ever does.
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-CHUNK = 2**25  # bytes that are asked for at once, at least; numpy asks Linux for huge pages from 2**22 on
+CHUNK = 2**25  # least bytes of an allocation; numpy requests huge pages from 2**22 on
 ALIGNMENT = 64  # bytes, of a cache line
 
 
@@ -23,14 +23,14 @@ def empty(numbers: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def empty_together(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> list[torch.Tensor]:
-    """Return tensors of these shapes as for `empty`, in one piece of memory, which is the sooner in huge pages."""
+    """Return tensors of these shapes as for `empty`, in one allocation, which is more likely to get huge pages."""
     sizes = [math.prod(shape) for shape in shapes]
     parts = empty(sum(sizes), dtype).split(sizes)
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 class HugePages:
-    """Copies tensors into memory in huge pages. A chunk of it is free again when all copies in it are."""
+    """Copies tensors into memory in huge pages. A chunk is freed when all copies in it are freed."""
 
     def __init__(self) -> None:
         self._chunk = empty(0, torch.uint8)

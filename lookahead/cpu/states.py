@@ -1,4 +1,4 @@
-"""Layers that keep a state of all positions together: their operations, and what a pass does to the states."""
+"""Layers that keep a state for all positions together: their operations, and the state updates of a pass."""
 
 import ctypes
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ _commits = cache(partial(native.kernels, "commit", native.FLOATS, _COMMITS))
 
 
 class StateShape(NamedTuple):
-    """What a layer of the cache keeps of all positions together."""
+    """The shape of the state that a layer of the cache keeps for all positions together."""
 
     channels: int
     """Of its convolutions."""
@@ -35,7 +35,7 @@ class StateShape(NamedTuple):
 
     @property
     def of_update(self) -> int:
-        """Numbers that say what a row does to a head: decays, keys and an update."""
+        """Numbers of a row's update of a head: decays, keys and an update."""
         return self.decays + self.keys + self.values
 
     @property
@@ -51,17 +51,17 @@ class StateShape(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Where a layer of a cache keeps its state, and what the rows of a pass do to it."""
+    """The addresses of a layer's state, and of its updates by the rows of a pass."""
 
     inputs: int
     """The address of the last inputs of its convolutions, [channels, columns]."""
     inputs_of_rows: int
-    """The address of those of the rows, [T, channels]; 0: the pass commits all rows, one behind the other."""
+    """The address of the rows' inputs, [T, channels]; 0: the pass commits all rows, one after the other."""
     columns: int
     state: int
-    """The address of that of its recurrence, [heads, keys, values], or 0."""
+    """The address of the state of its recurrence, [heads, keys, values], or 0."""
     updates: int
-    """The address of what the rows do to it, float32 [T, heads, `of_update`]; 0: as for inputs."""
+    """The address of the rows' updates, float32 [T, heads, `of_update`]; 0: as for inputs."""
 
     def cpp_fields(self) -> dict[str, int]:
         """As C++ calls them (`CACHED`)."""
@@ -70,11 +70,11 @@ class Places(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Convolve(Operation):
-    """Each number of a row, and those of the rows before it at the same place, by weights of this place.
+    """A short causal convolution: each channel of a row, and of the rows before it, by the weights of the channel.
 
     out = weight[:, -1] * x + weight[:, -2] * x of the parent + ... + bias. weight: [width, taps]. bias: [width]. Before
-    the first rows of a step stand the inputs that a layer of the cache holds, for this operation from its channel
-    `first` on. The layer takes the inputs of the accepted rows when they are committed.
+    the first rows of a step come the inputs in a layer of the cache, for this operation from its channel `first` on.
+    The layer gets the inputs of the accepted rows in the commit.
     """
 
     x: Value
@@ -86,7 +86,7 @@ class Convolve(Operation):
 
     @property
     def taps(self) -> int:
-        """How many numbers are added up."""
+        """How many numbers are summed."""
         return self.weight.shape[1]
 
     @property
@@ -176,8 +176,8 @@ class Delta(_Recurrence):
     S = d * P + k u^T, where P is the parent's, u = r * (v - d * P^T k), and out = S^T q. Queries x and keys are divided
     by their length, queries also by the root of `size`. d = exp(-exp(log_speeds) * softplus(decays + biases)), and r =
     factor * sigmoid(rates), whose sigmoid is rounded. heads: of values; neighbouring ones share a head of queries and
-    keys, of this size. log_speeds, biases: [heads]. Before the first rows of a step comes the state that a layer of the
-    cache holds. It takes the updates of the accepted rows when they are committed.
+    keys, of this size. log_speeds, biases: [heads]. Before the first rows of a step comes the state in a layer of the
+    cache, which gets the updates of the accepted rows in the commit.
     """
 
     x: Value
@@ -253,13 +253,13 @@ class Scan(_Recurrence):
 
 
 class Pending:
-    """What the rows of a pass do to the states of a sequence's cache, once it is known which of them are accepted."""
+    """The updates of a sequence's states by the rows of a pass, until the commit."""
 
     def __init__(self, dtype: torch.dtype, layers: np.ndarray, held: object):
-        """dtype: of the program. layers: what C++ knows of each layer. held: keeps alive the memory of these."""
+        """dtype: of the program. layers: the C++ structures of layers. held: keeps their memory alive."""
         self._commit, self._layers, self._held = _commits()[dtype], layers, held
 
     def apply(self, path: list[int]) -> None:
-        """Take these rows into the states: a path from the root."""
+        """Apply these rows to the states: a path from the root."""
         rows, threads = np.array(path, np.int64), torch.get_num_threads()
         self._commit(self._layers.ctypes.data, len(self._layers), rows.ctypes.data, len(rows), threads)

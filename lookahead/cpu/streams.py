@@ -1,4 +1,4 @@
-"""Operations of models of which a row has several hidden states, streams (AltUp, arXiv 2301.13310)."""
+"""Operations of models whose rows have several hidden states, called streams (AltUp, arXiv 2301.13310)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -49,9 +49,9 @@ class Blend(Operation):
 
 @dataclass(frozen=True, eq=False)
 class Rescale(Operation):
-    """out = x * size(like) / size(x), where the size of a row is the root of the mean of its squares.
+    """out = x * rms(like) / rms(x), where rms is the root of the mean of a row's squares.
 
-    limit: the mean of x's squares counts as so much at least. Squares, means, roots and the product are rounded.
+    limit: lower bound for the mean of x's squares. Squares, means, roots and the product are rounded.
     """
 
     x: Value
@@ -71,7 +71,7 @@ class Rescale(Operation):
 class Cut(Operation):
     """out = max(x - mean(x) - factor * deviation(x), 0), of the numbers of a row.
 
-    Of normally distributed numbers, a share that the factor decides is left (Gemma 3n; Spark, You et al. 2025, arXiv
+    The factor decides which share of normally distributed numbers is not zero (Gemma 3n; Spark, You et al. 2025, arXiv
     2506.06644). Mean, deviation, product, sum and difference are rounded.
     """
 
