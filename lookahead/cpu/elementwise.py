@@ -10,7 +10,7 @@ from lookahead.cpu.operations import Operation, Part, Value
 
 @dataclass(frozen=True, eq=False)
 class Clip(Operation):
-    """out = x, but no number of it is further from 0 than the limit."""
+    """out = x, clipped to -limit..limit."""
 
     x: Value
     out: Value

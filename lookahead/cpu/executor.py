@@ -80,7 +80,7 @@ def serves(program: Program) -> bool:
 def pack(program: Program, known: dict[int, Linear], indexes: bool) -> Program:
     """The same program with packed weights, if these give exactly the same products (`blocks.pack`).
 
-    known: layers packed in earlier calls, by address; linear layers that read the same memory share an address. If
+    known: layers packed in earlier calls, by number; linear layers that read the same memory share a number. If
     weights have changed since, a new copy replaces the old one, which calls in other threads continue to read.
     indexes: whether bf16 may be packed in 12 bits.
     """

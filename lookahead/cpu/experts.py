@@ -25,7 +25,7 @@ class Experts(Operation):
     float32 [experts], by which the weights are multiplied at last, unless they are rounded. routed: what the router
     reads, if that is not x. groups: experts are divided into so many; of these, `top_groups` are left whose best
     experts, two or one, add up to the most (DeepSeek-V3, arXiv 2412.19437). router: a router in float32, [experts,
-    width], whose products are not rounded; then there is none in `of`. limit: unless it is 0, a gate stands beside its
+    width], whose products are not rounded; `layers` then has none. limit: unless it is 0, a gate stands beside its
     number, and the two become (number + 1) * gate * sigmoid(alpha * gate), within this limit (gpt-oss, arXiv
     2508.10925). nearness: unless it is negative, experts are chosen in turn, each with its share of the softmax of
     those left whose scores s are near its own s': (s' - s) / max(|s|, s') <= nearness (SparseMixer, Liu et al. 2024,

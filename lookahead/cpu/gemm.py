@@ -1,10 +1,10 @@
 """Products of our own kernel, `gemm.cpp`, which linear layers on a CPU use while lookahead decodes.
 
 torch reorders the weights of a linear layer in each call. For the few rows of a step, this takes longer than the
-product itself. Our kernel reads the weights as they are. So nothing is copied, and every change of a weight takes
-effect. Weights that torchao holds in int8 are read in int8, with a scale for each output or for each group of inputs.
-Long prompts are left to torch; in bf16 on processors without instructions for it, to our kernel or to torch's float32,
-whichever is quicker.
+product itself. Our kernel reads the weights in their own order. So nothing is copied, and every change of a weight
+takes effect. Weights that torchao stores in int8 are read in int8, with a scale for each output or for each group of
+inputs. torch computes long prompts; in bf16 on processors without bf16 instructions, our kernel or torch's float32
+does, whichever is faster.
 """
 
 import ctypes
@@ -19,7 +19,7 @@ from lookahead.cpu import native, products
 from lookahead.cpu.products import Linear, kernels, pointer
 from lookahead.decoding_pass import current_pass
 
-MAX_ROWS = 64  # Rows of an input, at most. Beyond this, torch is faster, except for these dtypes:
+MAX_ROWS = 64  # Most rows of an input. Beyond this, torch is faster, except for these dtypes:
 # if the processor has no instructions for bf16, torch takes three to four times as long, however many rows there are.
 _IS_SLOW = platform.machine() in ("x86_64", "AMD64") and native.CAPABILITY not in ("AVX512_BF16", "AVX512_AMX")
 SLOW_IN_TORCH = (torch.bfloat16,) if _IS_SLOW else ()
@@ -39,7 +39,7 @@ def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None 
 
 
 def multiply(input: torch.Tensor, linears: list[Linear]) -> list[torch.Tensor]:
-    """Return what each layer makes of the input [..., inputs]: [..., outputs].
+    """Return the output of each layer for the input [..., inputs]: [..., outputs].
 
     All tensors are on the CPU. Sums are in float32. Nothing is checked.
     """
@@ -76,7 +76,7 @@ def _multiply_floats(input: torch.Tensor, linear: Linear) -> torch.Tensor:
 
 
 def serves(input: torch.Tensor, linear: Linear) -> bool:
-    """Whether `multiply` takes these tensors. torch takes all others."""
+    """Whether `multiply` supports these tensors. torch multiplies all others."""
     return (
         type(input) is torch.Tensor
         and input.is_cpu

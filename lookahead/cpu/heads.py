@@ -10,9 +10,9 @@ from lookahead.cpu.operations import LANES, Operation, Part, Value
 
 @dataclass(frozen=True, eq=False)
 class Select(Operation):
-    """Some of the heads of x, which are of `size` and stand in groups: of each group, `taken` from `first` on.
+    """Selects heads of x, which are of `size` and in groups: of each group, `taken` heads from `first` on.
 
-    They keep their order. Each is repeated so many times.
+    They keep their order. Each is repeated `repeats` times.
     """
 
     x: Value

@@ -1,8 +1,8 @@
-"""The operations that a pass is made of. Each makes values of others; a value is [rows, width].
+"""The operations of a pass. Each computes values from others; a value is [rows, width].
 
-An operation carries the settings and the weights of its own module, as they are at this moment. All tensors but
-quantized weights and `wide` ones have one dtype, and every operation rounds its result to it. Operations that few
-families need stand in modules of their own.
+An operation has the current settings and weights of its own module. All tensors except quantized weights and `wide`
+ones have one dtype, and every operation rounds its result to it. Operations that few families need are in separate
+modules.
 """
 
 from collections.abc import Mapping
@@ -43,10 +43,10 @@ Activation = Literal[
 """gelu_tanh: GELU as approximated by tanh. gelu_new: the same, rounded at each step of the formula; gelu_bloom: of
 Bloom's form of it."""
 Part = tuple[Literal["outputs", "heads"], int] | None
-"""How threads share an operation: each computes some of so many outputs, or heads. In two that are shared alike, a
-thread has the same part. None: any thread may take any part."""
+"""How threads divide an operation: each computes some of this many outputs or heads. In operations with an equal Part,
+a thread has the same part. None: any thread may compute any part."""
 
-# Where the other operations are. Whoever names one loads its module.
+# The modules of other operations, which are loaded when an operation is used.
 _HOMES = {"Clip": "elementwise", "Scale": "elementwise", "Xielu": "elementwise",
           "Experts": "experts", "Weigh": "experts", "HeadProducts": "heads", "Join": "heads", "Select": "heads",
           "Convolve": "states", "Delta": "states", "DeltaByKey": "states", "Scan": "states",
@@ -68,21 +68,21 @@ class Value:
 
 @dataclass(frozen=True, eq=False)
 class Operation:
-    """What all operations have in common: their fields are values, tensors, linear layers and settings."""
+    """Base class of operations. Their fields are values, tensors, linear layers and settings."""
 
     is_private: ClassVar[bool] = False
-    """Whether each thread computes all of it for itself, as what is cheap and read by all threads."""
+    """Whether each thread computes all of it for itself, because it is cheap and all threads read it."""
     works_in_place: ClassVar[bool] = False
-    """Whether the result may take the place of what it reads last."""
+    """Whether the result may overwrite the value that it reads last."""
     reads_all_weights: ClassVar[bool] = True
-    """Whether each pass multiplies with all of its linear layers."""
+    """Whether each pass uses all of its linear layers."""
 
     @property
     def part(self) -> Part:
         return None
 
     def cpp_fields(self) -> dict[str, Any]:
-        """The fields of C++ (`OPERATION`) that are called otherwise here: values, tensors, arrays and numbers."""
+        """Fields that have another name in C++ (`OPERATION`): values, tensors, arrays and numbers."""
         return {}
 
     def within_limits(self, limits: Mapping[str, int]) -> bool:
@@ -90,13 +90,13 @@ class Operation:
         return True
 
     def widths_beside(self, itemsize: int, limits: Mapping[str, int]) -> tuple[list[int], list[int]]:
-        """The buffers that it needs beside its result, `temporary` in C++: the widths of private and of shared ones."""
+        """The widths of its temporary buffers (`temporary` in C++): private ones and shared ones."""
         return [], []
 
     def state_shapes(self, before: Mapping[int, "StateShape"]) -> dict[int, "StateShape"]:
         """Return the layer of the cache whose state it reads, and the shape of the state, if it reads one.
 
-        before: by layer, what the operations before it read.
+        before: by layer, the states that earlier operations read.
         """
         return {}
 
@@ -106,17 +106,17 @@ class Operation:
         return [value for value in found if isinstance(value, Value)]
 
     def values_written(self) -> tuple[Value, ...]:
-        """The values that it makes."""
+        """The values that it writes."""
         out = getattr(self, "out", None)
         return () if out is None else (out,)
 
     def tensors(self) -> list[torch.Tensor]:
-        """All tensors but those of linear layers."""
+        """All tensors except those of linear layers."""
         found = [getattr(self, field.name) for field in fields(self)]
         return [tensor for tensor in found if isinstance(tensor, torch.Tensor)]
 
     def wide(self) -> list[torch.Tensor]:
-        """Those of them that are in float32, whatever the program's dtype is."""
+        """Those of its `tensors` that are in float32 in every program."""
         return []
 
     @property
@@ -125,11 +125,11 @@ class Operation:
         return ()
 
     def shapes_fit(self) -> bool:
-        """Whether the shapes of what it reads fit together. torch would repeat what is too short."""
+        """Whether the shapes of its inputs fit together. torch would broadcast inputs that are too short."""
         return True
 
     def is_plain(self, dtype: torch.dtype) -> bool:
-        """Whether C++ can read its `tensors` where they are, in a program of this dtype."""
+        """Whether C++ can read its `tensors` in place, in a program of this dtype."""
         wide = set(map(id, self.wide()))
         return all(is_plain_of(tensor, torch.float32 if id(tensor) in wide else dtype) for tensor in self.tensors())
 
@@ -240,9 +240,9 @@ class Products(Operation):
 class Rotary(Operation):
     """The first numbers of each head of `size` turn by the row's position (Su et al. 2021, arXiv 2104.09864).
 
-    name: of the tables of cosines and sines. rounds_once: products are not rounded before they are added up.
-    is_interleaved: neighbouring numbers turn together, and not one of the first half with one of the second. separates:
-    then they come to stand in these halves.
+    name: of the tables of cosines and sines. rounds_once: products are not rounded before they are added.
+    is_interleaved: neighbouring numbers turn together, instead of one of the first half with one of the second.
+    separates: neighbours are then stored in these two halves.
     """
 
     x: Value
@@ -386,7 +386,7 @@ class Add(Operation):
 
 @dataclass(frozen=True, eq=False)
 class Keep(Operation):
-    """x is an output of the pass: the embedding is 0, a layer's own is its number from 1 on."""
+    """x is an output of the pass: 0 is the embedding, 1 the first layer."""
 
     x: Value
     index: int

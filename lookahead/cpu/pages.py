@@ -1,7 +1,7 @@
 """Memory in huge pages, if Linux provides them, for packed weights and long caches.
 
-A pass reads all weights once, and all keys and values. With pages of 4 KiB, the processor must look up an address every
-64 cache lines, which costs a fifth of the memory's bandwidth and more. With pages of 2 MiB it hardly ever does.
+A pass reads all weights once, and all keys and values. With pages of 4 KiB, the processor must translate an address
+every 64 cache lines, which costs at least a fifth of the memory's bandwidth. With pages of 2 MiB it hardly ever must.
 """
 
 import math

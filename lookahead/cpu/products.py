@@ -1,4 +1,4 @@
-"""Linear layers on a CPU: the forms of their weights, and those of a model, which use our kernels while it decodes."""
+"""Linear layers on a CPU: the formats of their weights, and `DecodingLinear`, which uses our kernels while decoding."""
 
 import ctypes
 from collections.abc import Iterable
@@ -20,7 +20,7 @@ kernels = cache(partial(native.kernels, "multiply", native.FLOATS, _ARGUMENTS))
 
 
 class Format(IntEnum):
-    """The forms of weights, as matrix.h numbers them. From Q4_0 on they are blocks, named as in GGUF files.
+    """The formats of weights, as numbered in matrix.h. From Q4_0 on they are blocks, named as in GGUF files.
 
     `blocks` makes blocks of MXFP4, too. If the weights were bf16, each byte of these holds two neighbours.
     """
@@ -59,13 +59,11 @@ class Linear(NamedTuple):  # made in each call of a layer, so it must be cheap
 
     weight: [outputs, inputs], contiguous, of the input's dtype, or int8. With offsets, codes of 4 bits, uint8 [outputs,
         inputs / 2]; with `unpacked`, rows of `Indexed` in indexed.h, uint8; with `blocks`, uint8 [outputs, bytes].
-    scales: of int8 and codes. [outputs], of the input's dtype: the sums are multiplied by them. float32 [outputs,
-        groups]: the weights of each group of inputs are, before they are rounded to the input's dtype.
-    bias: [outputs], of the input's dtype.
-    offsets: float32 [outputs, groups], added to scaled codes.
-    unpacked: the weight [outputs, inputs] that `blocks.py` has indexed.
-    origin: the layer that `blocks.py` has made this one of; digest: its digest then (`blocks.digest_of`).
-    blocks: the form of GGUF that the weight has. The input must be in float32, or of the origin's dtype.
+    scales: of int8 and codes. [outputs], of the input's dtype: they multiply the sums. float32 [outputs, groups]: they
+    multiply the weights of each group of inputs, before these are rounded to the input's dtype. bias: [outputs], of the
+    input's dtype. offsets: float32 [outputs, groups], added to scaled codes. unpacked: the weight [outputs, inputs]
+    that `blocks.py` has packed in 12 bits. origin: the layer that `blocks.py` has packed; digest: its digest then
+    (`blocks.digest_of`). blocks: the GGUF format of the weight. The input must be in float32, or of the origin's dtype.
     """
 
     weight: torch.Tensor
@@ -79,7 +77,7 @@ class Linear(NamedTuple):  # made in each call of a layer, so it must be cheap
 
     @classmethod
     def from_layer(cls, layer: nn.Linear) -> "Linear":
-        """The tensors of a layer, as they are at this moment."""
+        """The current tensors of a layer."""
         weight = layer.weight
         if type(weight) in _PLAIN:
             return cls(weight, None, layer.bias)
@@ -131,7 +129,7 @@ class Linear(NamedTuple):  # made in each call of a layer, so it must be cheap
         )  # fmt: skip
 
     def is_served(self, dtype: torch.dtype) -> bool:
-        """Whether our kernel takes this layer, if its input has this dtype."""
+        """Whether our kernel supports this layer, if its input has this dtype."""
         weight, scales, *_ = self
         if self.blocks is not None:
             is_weight = is_plain_of(weight, torch.uint8) and weight.ndim == 2 and weight.shape[1] > 0
@@ -151,7 +149,7 @@ class Linear(NamedTuple):  # made in each call of a layer, so it must be cheap
         return self.bias is None or (self.bias.shape == self.weight.shape[:1] and is_plain_of(self.bias, dtype))
 
     def is_transposed(self, dtype: torch.dtype) -> bool:
-        """Whether the weight lies in memory as [inputs, outputs]: then `blocks.pack` lays it out in rows."""
+        """Whether the weight is transposed in memory, [inputs, outputs]: then `blocks.pack` lays it out in rows."""
         weight, scales = self.weight, self.scales
         return (
             scales is None
@@ -182,7 +180,7 @@ def _are_scales(scales: torch.Tensor, outputs: int, inputs: int, dtype: torch.dt
 
 
 def is_plain_of(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether C++ can read this tensor where it is, as numbers of this dtype, one after the other."""
+    """Whether C++ can read this tensor in place, as contiguous numbers of this dtype."""
     is_dense = type(tensor) in _PLAIN and tensor.dtype == dtype and tensor.is_cpu and tensor.is_contiguous()
     is_there = is_dense and (tensor.data_ptr() != 0 or not tensor.numel())  # offloading may leave it without memory
     return is_there and not tensor.is_neg()  # torch would negate what it reads there

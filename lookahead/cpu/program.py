@@ -1,7 +1,7 @@
 """A pass as a program: a list of operations, in the order in which they are computed.
 
-`models.families` writes the program of a model, and says there what the model's own forward says. Two executors run it:
-`executor.cpp`, and `reference.py`, which says in plain torch what each operation is.
+`models.families` writes the program of a model, after the model's own forward. Two executors run it: `executor.cpp`,
+and `reference.py`, which defines each operation in plain torch.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class CacheShape(NamedTuple):
-    """What a layer of the cache holds of each position."""
+    """What a layer of the cache holds for each position."""
 
     heads: int
     key_size: int
@@ -43,7 +43,7 @@ class Program:
 
     @property
     def positions(self) -> int | None:
-        """Positions that a text may have; None: no table bounds them."""
+        """Most positions of a text; None: no table bounds them."""
         table = self._embed.of_positions
         found = [] if table is None else [len(table) - self._embed.offset]
         attends = [operation for operation in self.operations if isinstance(operation, Attend)]
@@ -88,7 +88,7 @@ class Program:
 
     @property
     def is_transposed(self) -> bool:
-        """Whether weights lie transposed. Then they must be copied before they are read."""
+        """Whether weights are transposed. Then they must be copied before they are read."""
         return any(linear.is_transposed(self.dtype) for linear in self.linears)
 
     @property
@@ -117,7 +117,7 @@ class Program:
         return first
 
     def shapes_fit(self) -> bool:
-        """Whether all operations fit, layers of the cache are filled once and in order, and all tensors can be read."""
+        """Whether all shapes fit, layers of the cache are filled once and in order, and all tensors can be read."""
         dtype = self.dtype
         return (
             all(operation.shapes_fit() for operation in self.operations)
@@ -142,7 +142,7 @@ class Program:
         return bool(held or self.states)
 
     def with_linears(self, change: Callable[[Linear], Linear]) -> "Program":
-        """The same program with other linear layers, which `change` makes of its own."""
+        """The same program with ``change`` applied to its linear layers."""
 
         def changed(operation: Operation) -> Operation:
             if not operation.linears:

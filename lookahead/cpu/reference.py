@@ -1,4 +1,4 @@
-"""What the operations of a program are, in plain torch. Other executors are measured by it.
+"""Defines the operations of a program in plain torch. Tests compare other executors with it.
 
 On a GPU, `passes.graphs` runs it itself, in the model's dtype and over a cache with fixed places.
 """
@@ -29,7 +29,7 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 class State(NamedTuple):
-    """What a layer keeps of the text before a pass."""
+    """The state of a layer before a pass."""
 
     inputs: torch.Tensor
     """The last inputs of its convolutions, [channels, columns]."""
@@ -40,7 +40,7 @@ class State(NamedTuple):
 class Reference:
     """One pass over T rows. It computes in ``wide`` and rounds to the program's dtype where the operations say so.
 
-    What an operation computes between two roundings is in float32 at least.
+    Between two roundings, an operation computes at least in float32.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Reference:
         self.inputs: dict[int, dict[int, torch.Tensor]] = {}
         """Of the convolutions of a layer, by their first channel."""
         self.recurrent: dict[int, list[torch.Tensor]] = {}
-        """The state of a layer behind each row."""
+        """The state of a layer after each row."""
         self.turns: dict[str, tuple[torch.Tensor, ...]] = {}
         """Cosines and sines of the rows, [T, 1, rotary], by the name of their tables."""
         self.values: dict[op.Value, torch.Tensor] = {}
@@ -93,7 +93,7 @@ class Reference:
         return x.to(self.dtype).to(self.wide)
 
     def states_after(self, path: Sequence[int]) -> dict[int, State]:
-        """What layers keep when these rows are committed."""
+        """The states of layers after these rows are committed."""
         found = {}
         for layer, (held, state) in self.states.items():
             inputs = held.to(self.wide)

@@ -17,7 +17,7 @@ _rooms = cache(partial(native.kernels, "attention_room", (torch.uint8,), [], cty
 
 
 def serves(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> bool:
-    """Whether `attend` takes these tensors."""
+    """Whether `attend` supports these tensors."""
     return (
         query.is_cpu
         and key.is_cpu

@@ -106,9 +106,10 @@ def _keeps_state(layer: object) -> bool:
 
 
 def hides_in_cache_alone(model: PreTrainedModel, adapter: ModelAdapter) -> bool:
-    """Whether the cache has a window and the model's own masks have none, as with settings that its code does not read.
+    """Whether the cache has a window that the model's masks ignore, as with settings that its code does not read.
 
-    A chain of guesses would then see more than plain decoding does, and a tree less or more, once a text outgrows it.
+    In texts longer than the window, a chain of guesses would then see more than plain decoding, and a tree more or
+    less.
     """
     makers = {"create_sliding_window_causal_mask", "create_chunked_causal_mask", "create_masks_for_generate"}
     is_known = "create_causal_mask" in (names := state_of(model).names)  # other models make masks in their own way
@@ -152,7 +153,7 @@ def changes_rope(model: PreTrainedModel) -> bool:
 def _biases_keys(model: PreTrainedModel) -> bool:
     """Whether attention is biased by a key's column in the cache (ALiBi). In a tree, columns are not positions.
 
-    Of models that do this in a way of their own, the probe finds out.
+    If a model does this in another way, the probe finds out.
     """
     config = model.config.get_text_config(decoder=True)
     is_said = config.model_type in ("bloom", "mpt") or bool(getattr(config, "alibi", False))

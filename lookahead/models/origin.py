@@ -1,10 +1,10 @@
 """Finds out whether the code that a model runs is what torch and transformers define.
 
-Anything in Python can be replaced: the forward of a class, a function in a module, the attention that is registered
-under a name. What computes a pass in place of the model's own code may stand only where nothing is. So all that a pass
-can reach is followed, from the classes of the modules on, and each function is compared with the code in the file of
-its module: functions by their place in it, imported names by where they come from. A method counts as reached if its
-name occurs in reached code, so more is followed than is run.
+Anything in Python can be replaced: the forward of a class, a function in a module, the attention registered under a
+name. Our code may compute a pass instead of the model's only if nothing is replaced. So a search follows all code that
+a pass can reach, starting at the classes of the modules, and compares each function with the code in the file of its
+module: functions by their place in it, imported names by their origin. A method counts as reached if its name occurs in
+reached code, so the search covers more than is run.
 """
 
 import dis
@@ -42,7 +42,7 @@ _IS_FUNCTION = 0x1  # CO_OPTIMIZED: the code of a function, not of a class
 
 
 class Foreign(NamedTuple):
-    """Code that stands where torch or transformers define another."""
+    """Foreign code: it replaces code that torch or transformers define."""
 
     place: str
     """Where it was found, such as ``transformers.models.llama.modeling_llama.LlamaMLP.forward``."""
@@ -234,7 +234,7 @@ class Origin:
         self._bound = spaces, [name for _, name in self._bindings], found
 
     def is_current(self) -> bool:
-        """Whether nothing was replaced since."""
+        """Whether nothing was replaced since then."""
         # Each call of generate() asks this of a thousand names, so nothing here is a function of Python's.
         spaces, names, found = self._bound
         has_same_classes = list(map(len, map(vars, self._classes))) == self._sizes and all(
