@@ -60,10 +60,12 @@ class Linear(NamedTuple):  # made in each call of a layer, so it must be cheap
     weight: [outputs, inputs], contiguous, of the input's dtype, or int8. With offsets, codes of 4 bits, uint8 [outputs,
         inputs / 2]; with `unpacked`, rows of `Indexed` in indexed.h, uint8; with `blocks`, uint8 [outputs, bytes].
     scales: of int8 and codes. [outputs], of the input's dtype: they multiply the sums. float32 [outputs, groups]: they
-    multiply the weights of each group of inputs, before these are rounded to the input's dtype. bias: [outputs], of the
-    input's dtype. offsets: float32 [outputs, groups], added to scaled codes. unpacked: the weight [outputs, inputs]
-    that `blocks.py` has packed in 12 bits. origin: the layer that `blocks.py` has packed; digest: its digest then
-    (`blocks.digest_of`). blocks: the GGUF format of the weight. The input must be in float32, or of the origin's dtype.
+        multiply the weights of each group of inputs, before these are rounded to the input's dtype.
+    bias: [outputs], of the input's dtype.
+    offsets: float32 [outputs, groups], added to scaled codes.
+    unpacked: the weight [outputs, inputs] that `blocks.py` has packed in 12 bits.
+    origin: the layer that `blocks.py` has packed; digest: its digest then (`blocks.digest_of`).
+    blocks: the GGUF format of the weight. The input must be in float32, or of the origin's dtype.
     """
 
     weight: torch.Tensor
