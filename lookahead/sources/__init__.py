@@ -1,1 +1,1 @@
-"""Sources of guesses beside the pool. They know `lookahead.extending` alone, as a source of your own would."""
+"""Sources of guesses in addition to the pool. They use only `lookahead.extending`, as your own source would."""

@@ -1,4 +1,4 @@
-"""Reads the published files of trained heads: a config.json and the tensors beside it."""
+"""Reads the published files of trained heads: config.json and the tensors."""
 
 import json
 import pickle
@@ -19,21 +19,21 @@ FILES = ("model.safetensors", "medusa_lm_head.safetensors", "pytorch_model.bin",
 
 @dataclass
 class Checkpoint:
-    """The tensors of a folder that nobody has taken yet, by name."""
+    """The tensors of a folder that were not read yet, by name."""
 
     folder: Path
     config: dict[str, Any]
     tensors: dict[str, torch.Tensor]
     device: torch.device
-    """Where taken tensors go."""
+    """The device of read tensors."""
     dtype: torch.dtype
-    """What taken tensors are converted to."""
+    """The dtype of read tensors."""
 
     @classmethod
     def load(cls, path: str | Path, device: torch.device, dtype: torch.dtype) -> "Checkpoint":
         """Read config.json and all tensors of a folder: safetensors or pytorch's .bin and .pt, also in several files.
 
-        Of pytorch's files, tensors alone are read; nothing in them is run.
+        Only tensors are read from pytorch's files; no code in them is run.
         Raises FileNotFoundError if a file is missing. Raises ValueError for a file that cannot be read.
         """
         folder = Path(path)
@@ -51,7 +51,7 @@ class Checkpoint:
         return name in self.tensors
 
     def read(self, name: str, *shape: int | None) -> torch.Tensor:
-        """Take a tensor of this shape; None is any size. Floats are converted.
+        """Read a tensor of this shape; None is any size. Floats are converted.
 
         Raises ValueError if the tensor is missing or has another shape.
         """
@@ -73,13 +73,13 @@ class Checkpoint:
         return self.read(name, *shape) if name in self.tensors else None
 
     def finish(self) -> None:
-        """Raise ValueError if tensors are left: what they stand for is not computed."""
+        """Raise ValueError if tensors were not read, because the head would lack their part."""
         if self.tensors:
             raise ValueError(f"{self.folder} has tensors of no known layout: {_some(self.tensors)}")
 
 
 def projection_of(model: PreTrainedModel) -> nn.Linear:
-    """The model's projection to the vocabulary. Raises ValueError if it has none."""
+    """The model's lm_head. Raises ValueError if it has none."""
     projection = model.get_output_embeddings()
     if projection is None:
         raise ValueError(f"{type(model).__name__} has no output embeddings, for which heads could have been trained")

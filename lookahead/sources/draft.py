@@ -4,8 +4,9 @@ A pass computes the most likely guesses; the model's predictions after them are 
 the tokens that it is expected to add are worth its time (a draft model: Leviathan et al. 2023, arXiv 2211.17192;
 a tree that grows by its probabilities: Li et al. 2024, arXiv 2406.16858, section 4.1).
 
-A draft model looks ahead itself: its own sources guess what it will say, so that one of its passes can go several
-tokens deep. They are an n-gram pool, or what the draft model was wrapped with. So models can form a cascade.
+A draft model also uses lookahead: its own sources guess its tokens, so that one of its passes can go several
+tokens deep. They are an n-gram pool, or the sources that the draft model was wrapped with. So models can form a
+cascade.
 """
 
 import time
@@ -53,9 +54,9 @@ from ngram_pool import GuessTree, NgramPool
 
 TOP_K = 8  # guesses after each row
 MAX_ROWS = 16  # guesses of one text that a pass computes
-MAX_LACKING = 32  # tokens of a text that a step's first pass computes beside guesses; a longer lack is read before
+MAX_LACKING = 32  # missing tokens of a text that a step's first pass computes with guesses; more are prefilled before
 ROOM = 1024  # positions beyond the text for which a cache makes room at once
-MIN_TOKENS = 0.2  # that a further pass is expected to add, where no rate says what its time is worth
+MIN_TOKENS = 0.2  # tokens that another pass must be expected to add if no rate values its time
 SHARPENING, MAX_SHARPNESS = 0.02, 8.0  # how far a token moves the exponent of a draft's probabilities, and its bound
 MIN_REST = 1e-6  # least probability of all tokens beyond the most likely
 # What the counts begin with: accepted rows that had the next token among their guesses, and all accepted rows.
@@ -63,18 +64,18 @@ PRIOR_HITS, PRIOR_ROWS = 6.0, 8.0
 
 
 class Sharpness:
-    """The exponent that makes a draft's probabilities say how often its guesses come true.
+    """The exponent that calibrates a draft's probabilities to the share of accepted guesses.
 
-    A draft that has the model's own probabilities knows the winner of a known draw (`Limits.draws`), but the shares of
-    p / e do not say so. One that is far from them is less sure than it looks. The exponent follows the emitted tokens,
-    by gradient descent on the log loss.
+    A draft with the model's own probabilities knows the token of a known draw (`Limits.draws`), but the shares of p / e
+    do not show it. A draft with very different probabilities is less sure than its shares say. The exponent follows the
+    emitted tokens, by gradient descent on the log loss.
     """
 
     def __init__(self) -> None:
         self._exponent = 1.0
 
     def __call__(self, probabilities: np.ndarray) -> np.ndarray:
-        """Return the probabilities of some tokens, [..., k], sharpened. All other tokens count as one."""
+        """Return sharpened probabilities of some tokens, [..., k]. All other tokens count as a single one."""
         rest = np.maximum(1 - probabilities.sum(-1, keepdims=True), MIN_REST)
         powers = np.concatenate([probabilities, rest], -1) ** self._exponent
         return (powers / powers.sum(-1, keepdims=True))[..., :-1]
@@ -124,7 +125,7 @@ class Node:
 
 
 class Draft:
-    """What a draft model says may follow one text."""
+    """The tree of a draft model after one text."""
 
     def __init__(self, lacking: list[int], sharpness: Sharpness):
         """lacking: the tokens of the text that the cache lacks; at least its last."""
@@ -155,7 +156,7 @@ class Draft:
         return grow([node.token for node in self.rows], parents, computed)
 
     def expand(self, tokens: np.ndarray, probabilities: np.ndarray) -> None:
-        """Take in what a pass says after its rows, [T, k] each."""
+        """Store the predictions of a pass after its rows, [T, k] each."""
         probabilities = probabilities.astype(float)
         chances, new = self._sharpness(probabilities).tolist(), self.rows[self.computed :]
         for node, next_tokens, shares, said in zip(new, tokens.tolist(), chances, probabilities, strict=True):
@@ -228,7 +229,7 @@ class Draft:
 
 
 class _Asked(NamedTuple):
-    """What the draft model's own sources guess after one node."""
+    """The guesses of the draft model's own sources after one node."""
 
     text: list[int]
     """Up to the node's token."""
@@ -250,9 +251,9 @@ _inner: WeakKeyDictionary[PreTrainedModel, _Inner] = WeakKeyDictionary()
 
 
 class DraftModelSource(GuessSource):
-    """Proposes what a draft model holds likely. The draft model must have the vocabulary of the model.
+    """Proposes the likely tokens of a draft model, which must have the vocabulary of the model.
 
-    A wrapped draft model uses its own settings, sources and pool. Another one gets a pool, which it keeps.
+    A wrapped draft model uses its own settings, sources and pool. Another one gets a pool for all calls.
     """
 
     def __init__(self, model: PreTrainedModel, config: LookaheadConfig | None = None):
@@ -378,7 +379,7 @@ class DraftGuesser(Guesser):
         return self._cache
 
     def _forget(self) -> None:
-        """Drop what was computed for a step that nobody has verified."""
+        """Drop the rows of a step that was not verified."""
         if self._steps:
             self._cached.commit(self._steps, [[] for _ in self._steps])
             self._steps = []
@@ -386,7 +387,7 @@ class DraftGuesser(Guesser):
     # The cache
 
     def _catch_up(self, texts: list[list[int]]) -> bool:
-        """Bring the cache to a prefix of each text that lacks a few tokens; False where the model cannot read them."""
+        """Bring the cache to a prefix of each text that lacks a few tokens; False if the model cannot compute them."""
         context = context_length(self.model)
         lacking = [text[len(held) :] for text, held in zip(texts, self._held, strict=True)]
         if any(len(text) < 2 or len(text) + 2 * MAX_ROWS > context for text in texts):
@@ -402,7 +403,7 @@ class DraftGuesser(Guesser):
         return True
 
     def _read(self, texts: list[list[int]]) -> None:
-        """Compute what the cache lacks of each text but its last token, sequence by sequence."""
+        """Compute the tokens that the cache lacks, except the last of each text, sequence by sequence."""
         caches = []
         for b, text in enumerate(texts):
             one, held = self._cache.sequence(b) if self._cache else None, self._held[b]
@@ -475,7 +476,7 @@ class DraftGuesser(Guesser):
         return asked
 
     def _choose(self, wanted: list[list[Node]], waiting: int, texts: list[list[int]], limits: Limits) -> int:
-        """How many guesses of each draft the next pass computes, beside the rows that wait for it."""
+        """How many guesses of each draft the next pass computes, in addition to waiting rows."""
         count = max(map(len, wanted))
         gains = np.zeros(count + 1)
         for guesses in wanted:
@@ -488,7 +489,7 @@ class DraftGuesser(Guesser):
         return int(np.argmax(tokens - limits.rate * seconds))
 
     def _compute(self, asked: list[_Asked], limits: Limits) -> None:
-        """Run the planned rows, and take in what the model says after them."""
+        """Run the planned rows, and store the model's predictions after them."""
         computed = self._drafts[0].computed
         can_grow = self._runner.adapter.can_grow
         if computed and not can_grow:

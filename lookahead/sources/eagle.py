@@ -1,11 +1,11 @@
-"""Guesses from an EAGLE head: one layer that goes on with the model's own features.
+"""Guesses from an EAGLE head: one layer that continues the model's own features.
 
 EAGLE (Li et al. 2024, arXiv 2401.15077, section 3.1) and EAGLE-2 (arXiv 2406.16858), which has the same files, read the
-last layer's output behind the final norm. EAGLE-3 (arXiv 2503.01840, section 3.1) reads three layers and has a
-vocabulary of its own. The files are those of the original repository, of vLLM, SpecForge and speculators.
+last layer's output after the final norm. EAGLE-3 (arXiv 2503.01840, section 3.1) reads three layers and has its own
+vocabulary. The files are those of the original repository, of vLLM, SpecForge and speculators.
 
-The head computes pairs (feature of a token, next token). What it makes of a pair is its idea of the next token's
-feature, and so of what follows:
+The head computes pairs (feature of a token, next token). Its output for a pair estimates the next token's feature,
+which gives the next token's successor:
 
     text       a      b      c     root
     pairs     (fa,b) (fb,c) (fc,root)    |  (f'root,guess) (f'guess,next guess) ...
@@ -44,7 +44,7 @@ from lookahead.sources.draft import MAX_ROWS, MIN_TOKENS, TOP_K, Draft, Sharpnes
 from ngram_pool import GuessTree
 
 CHUNK = 512  # pairs of a text that one pass computes
-FADE = 0.98  # factor for the seconds of a pass that was too dear, so that it is tried again
+FADE = 0.98  # factor for the seconds of a pass that was too expensive, so that it is tried again
 ROOM = 256  # places that a cache is made larger by, at least
 # Settings of a head's config.json that its layer is made of.
 LAYER_SETTINGS = (
@@ -56,7 +56,7 @@ UNKNOWN_SETTINGS = ("norm_before_fc", "fc_norm", "norm_output")  # further norms
 
 @dataclass
 class _KeysAndValues:
-    """What an EAGLE head keeps of the pairs of one text, and behind them of guesses."""
+    """The keys and values of an EAGLE head for the pairs of one text, and after them of guesses."""
 
     keys: torch.Tensor
     """[key heads, places, size]"""
@@ -72,13 +72,13 @@ class _KeysAndValues:
         return self.keys[:, :stop], self.values[:, :stop]
 
     def fork(self) -> "_KeysAndValues":
-        """A copy that goes its own way."""
+        """An independent copy."""
         return _KeysAndValues(self.keys.clone(), self.values.clone())
 
 
 @dataclass
 class Text:
-    """What a head has computed of one text, and what it can compute next."""
+    """The pairs that a head has computed for one text, and the features that it can compute next."""
 
     cached: Any
     """Of `length` pairs, and behind them of guesses: what the head makes, with a method `fork`."""
@@ -91,7 +91,7 @@ class Text:
         return self.waiting[-1][0] + len(self.waiting[-1][1]) if self.waiting else -1
 
     def fork(self) -> "Text":
-        """A copy that goes its own way."""
+        """An independent copy."""
         return Text(self.cached.fork(), self.length, list(self.waiting))
 
 
@@ -162,7 +162,7 @@ class _Head:
         file.finish()
 
     def _read_layer(self, file: Checkpoint, layer: str, config: LlamaConfig) -> None:
-        """Take the layer's own tensors. layer: what their names begin with."""
+        """Read the layer's own tensors. layer: prefix of their names."""
         hidden, inner, queries = self._hidden, config.intermediate_size, config.num_attention_heads
         keys = config.num_key_value_heads or queries
         self._size = config.head_dim or hidden // queries
@@ -289,8 +289,8 @@ class EagleSource(GuessSource):
 class EagleGuesser(Guesser):
     """An EAGLE head in one call.
 
-    Each text has a cache of its own. What the model has written is computed from the model's features; guesses from the
-    head's, behind them in the same cache, where the next step overwrites them.
+    Each text has its own cache. Written tokens are computed from the model's features; guesses from the head's, after
+    them in the same cache, where the next step overwrites them.
     """
 
     def __init__(self, source: EagleSource, batch: Batch):

@@ -7,7 +7,7 @@ from ngram_pool import GuessTree, Origin
 
 
 class JacobiSource(GuessSource):
-    """Guesses, for a block of positions, what the model chose there in the last step.
+    """Guesses, for a block of positions, the tokens that the model chose there in the last step.
 
     Each step verifies the block as a chain. Its outputs after the accepted part are the next step's guesses
     (Santilli et al. 2023, arXiv 2305.10427, algorithm 1).

@@ -1,9 +1,9 @@
 """Guesses from some of the model's own layers, on the model's own cache: no weights, no training.
 
-A pass that leaves layers out costs less and says nearly the same (Zhang et al. 2024, "Draft & Verify", arXiv
-2309.08168, section 3; Xia et al. 2025, "SWIFT", arXiv 2410.06916). The layers that are kept read the keys and values of
-the committed tokens, which passes of the whole model have made, and append those of their guesses. The verifying pass
-computes all layers anew, so what was appended is dropped before it.
+A pass without some layers costs less and predicts nearly the same (Zhang et al. 2024, "Draft & Verify", arXiv
+2309.08168, section 3; Xia et al. 2025, "SWIFT", arXiv 2410.06916). The remaining layers read the keys and values that
+passes of the full model have computed for committed tokens, and append those of their guesses. The verifying pass
+computes all layers, so these rows are dropped before it.
 """
 
 import copy
@@ -58,7 +58,7 @@ PATIENCE = 3  # layers dropped in a row without a gain before the search ends
 
 
 class LayerSkipSource(DraftModelSource):
-    """Proposes what the model holds likely without some of its layers. It drafts for that model alone.
+    """Proposes the likely tokens of the model without some of its layers. It drafts only for that model.
 
     The layers must form one list, and each must hold the keys and values of all positions.
     """
@@ -148,7 +148,7 @@ class LayerSkipGuesser(DraftGuesser):
             self._settle(outcome)
 
     def _catch_up(self, texts: list[list[int]]) -> bool:
-        """The cache of the call lacks the last token of each text alone."""
+        """The cache of the call lacks only the last token of each text."""
         self._held = [text[:-1] for text in texts]
         return all(text[-1] < self._vocabulary for text in texts)
 
@@ -179,9 +179,10 @@ def _layer_list(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
 
 
 def _without(model: PreTrainedModel, skipped: tuple[int, ...]) -> PreTrainedModel:
-    """Return a model that shares everything with ``model`` but these layers; the same as long as ``model`` is as it is.
+    """Return a model that shares everything with ``model`` except these layers. It is cached while ``model`` is
+    unchanged.
 
-    The layers that are kept are numbered from 0, for a cache that has no others.
+    The remaining layers are numbered from 0, for a cache that has no others.
     Raises UnsupportedModelError if a module that must be copied is bound to itself.
     """
     made_of = attention_implementation(model.config), model.training, *map(id, model.modules())
@@ -212,7 +213,7 @@ def _make_without(model: PreTrainedModel, skipped: tuple[int, ...]) -> PreTraine
 
 
 def _numbered(model: PreTrainedModel, module: nn.Module, number: int) -> nn.Module:
-    """Return the module with this number as its ``layer_idx``, and with that of its parts. What has none is shared."""
+    """Return the module with this ``layer_idx``, also for its parts. Parts without one are shared."""
     parts = {name: _numbered(model, part, number) for name, part in module.named_children()}
     own = dict(module.named_children())
     if "layer_idx" not in vars(module) and all(part is own[name] for name, part in parts.items()):
@@ -234,11 +235,11 @@ def _copied(model: PreTrainedModel, module: nn.Module, children: dict[str, nn.Mo
 
 @dataclass(frozen=True)
 class SkippedLayers:
-    """Layers that a model drafts best without."""
+    """The layers to skip for the fastest drafts."""
 
     skipped: tuple[int, ...]
     agreement: float
-    """The share of tokens at which the rest of the layers says what the model says."""
+    """The share of tokens at which the remaining layers predict the model's token."""
     gain: float
     """Tokens per second that are expected of single chains of their guesses, over those of steps without guesses."""
 
@@ -247,14 +248,14 @@ class SkippedLayers:
         return f"layers to skip: {layers}; without them {self.agreement:.0%} of the next tokens are the model's"
 
     def save(self, model: PreTrainedModel) -> Path:
-        """Write them for `LayerSkipSource`, beside the step costs. Returns the file. Raises OSError."""
+        """Write them for `LayerSkipSource`, next to the step costs. Returns the file. Raises OSError."""
         path = _path(model)
         write_json(path, asdict(self))
         return path
 
 
 def kept_layers(model: PreTrainedModel) -> SkippedLayers:
-    """Read what `SkippedLayers.save` has written. Raises ValueError, which names the remedy, if there is nothing."""
+    """Read the file of `SkippedLayers.save`. Raises ValueError, which names the remedy, if there is none."""
     try:
         data = json.loads(_path(model).read_text(encoding="utf-8"))
         return SkippedLayers(tuple(map(int, data["skipped"])), float(data["agreement"]), float(data["gain"]))
@@ -329,7 +330,7 @@ def find_skipped_layers(
 
 @dataclass
 class _Sample:
-    """A text of the model's own, cut into chunks. Each chunk is a sequence of a batch, behind all that comes before."""
+    """A text of the model, cut into chunks. Each chunk is a sequence of a batch, after all earlier chunks."""
 
     cache: LookaheadCache
     """Of the whole model, with what comes before each chunk."""

@@ -1,4 +1,4 @@
-"""Guesses from Medusa heads: each says from one hidden state what stands one place further on.
+"""Guesses from Medusa heads: from one hidden state, each head predicts the token of one later position.
 
 Cai et al. 2024, arXiv 2401.10774, section 3.1. The files are those of the original repository, or of vLLM.
 """
@@ -36,7 +36,7 @@ class _Head:
 def _layers(
     checkpoint: Checkpoint, name: str, hidden: int, least: int = 0
 ) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
-    """Take a head's layers, weight and bias. name: theirs, with {} for the number. least: how many must be there."""
+    """Read a head's layers, weight and bias. name: theirs, with {} for the number. least: how many must be there."""
     found: list[tuple[torch.Tensor, torch.Tensor | None]] = []
     while (each := name.format(len(found))) + ".weight" in checkpoint or len(found) < least:
         bias = checkpoint.find(each + ".bias", hidden)
@@ -45,10 +45,10 @@ def _layers(
 
 
 class MedusaSource(GuessSource):
-    """Proposes the most likely combinations of what the heads say, as if each said so by itself.
+    """Proposes the most likely combinations of the heads' predictions, as if they were independent.
 
     Head k predicts the token k + 2 places after a hidden state of the model's last layer, counted from k = 0; the model
-    itself has already said the one before. A step that writes several tokens needs the heads but once.
+    itself has already predicted the one before. A step that writes several tokens runs the heads only once.
     """
 
     def __init__(self, model: PreTrainedModel, path: str | Path):
@@ -65,7 +65,7 @@ class MedusaSource(GuessSource):
         for prefix in ("medusa_heads.", "medusa_head."):
             checkpoint.tensors = {name.removeprefix(prefix): each for name, each in checkpoint.tensors.items()}
         self.tokens: np.ndarray | None = None
-        """The tokens that the heads know, of a reduced vocabulary."""
+        """The tokens of the heads' reduced vocabulary."""
         if any(name.startswith("blocks.") for name in checkpoint.tensors):
             self._heads = self._of_vllm(checkpoint, vocabulary, hidden, head.weight)
         else:
@@ -120,7 +120,7 @@ class MedusaSource(GuessSource):
         return MedusaGuesser(self, batch)
 
     def __call__(self, states: list[torch.Tensor], count: int) -> torch.Tensor:
-        """Return what the first ``count`` heads say behind each of these hidden states, [states, heads, vocabulary]."""
+        """Return the logits of the first ``count`` heads for these hidden states, [states, heads, vocabulary]."""
         with torch.inference_mode():
             stacked = torch.stack(states).to(self._device)
             return torch.stack([head(stacked) for head in self._heads[:count]], dim=1)
@@ -171,7 +171,7 @@ class MedusaGuesser(Guesser):
 
 
 def product_tree(tokens: np.ndarray, chances: np.ndarray, guesses: int, min_probability: float) -> GuessTree:
-    """The most likely branches where the token at each depth does not depend on those before it.
+    """The most likely branches if the token at each depth does not depend on those before it.
 
     tokens, chances: [depths, k], the most likely of each depth first.
     """

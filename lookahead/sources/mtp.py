@@ -1,14 +1,14 @@
 """Guesses from a checkpoint's own multi-token-prediction layers, which were trained together with the model.
 
 DeepSeek-V3 (arXiv 2412.19437, section 2.2), GLM-4.5, Qwen3-Next, Qwen3.5 and others publish one or several decoder
-layers behind the model's. Layer d joins a state of the token before with a token, and predicts the token d + 2 places
+layers after the model's. Layer d joins a state of the previous token with a token, and predicts the token d + 2 places
 after that state's:
 
     S[0] of token j  =  layer 0 (the model's last state of token j - 1, token j)
     S[d] of token j  =  layer d (S[d - 1] of token j - 1, token j)
 
-What follows a guess at depth m below the root is predicted from its S[m], and from the last layer's where there are not
-so many, with which the guesses go on as an EAGLE head does with its own features.
+The state S[m] of a guess at depth m below the root predicts its successor. Deeper guesses use the last layer with its
+own states, as an EAGLE head does with its own features.
 """
 
 from dataclasses import dataclass
@@ -24,22 +24,22 @@ from lookahead.sources.eagle import EagleSource, Text
 
 @dataclass
 class _Kept:
-    """What the layers keep of one text, and behind it of guesses."""
+    """The cache of the layers for one text, and after it for guesses."""
 
     cache: LookaheadCache
     """A layer of it for each of ours."""
     positions: torch.Tensor
     """Int64 [places]"""
     last: torch.Tensor | None = None
-    """[layers, hidden]: what they made of the last token of the text; None before the first."""
+    """[layers, hidden]: their states of the last token of the text; None before the first."""
 
     def fork(self) -> "_Kept":
-        """A copy that goes its own way."""
+        """An independent copy."""
         return _Kept(copy_of_cache(self.cache), self.positions, self.last)
 
 
 class _Layers:
-    """The layers, in the place of an EAGLE head. Their features are the S of a token, [n, layers, hidden]."""
+    """The layers, used like an EAGLE head. Their features are the S of a token, [n, layers, hidden]."""
 
     tokens = None  # the vocabulary is the model's
 
@@ -59,7 +59,7 @@ class _Layers:
         self.layers = (depth_of(model),)
         try:
             self._try()
-        except Exception as error:  # layers may raise anything if they need more than they are given
+        except Exception as error:  # layers may raise anything if they need more inputs
             raise ValueError(
                 f"multi-token-prediction layers of {type(model).__name__} are not computed here: {error!r}"
             ) from error
@@ -98,7 +98,7 @@ class _Layers:
         made: list[torch.Tensor] = []
         for d in range(count):
             if features.ndim == 3:
-                # Where a guess is deeper than there are layers, the last one goes on with its own.
+                # For guesses deeper than the number of layers, the last one continues with its own states.
                 deep = torch.tensor(depths, device=self.device) >= count
                 entering = features[:, max(d - 1, 0)]
                 if d == count - 1:

@@ -1,6 +1,6 @@
-"""Guesses from a collection of texts. The longest end of a text that occurs in it is looked up there.
+"""Guesses from a collection of texts: finds the longest suffix of the text that occurs in the collection.
 
-A suffix array finds all its places at once, and what follows them makes a tree (REST, He et al. 2023, arXiv 2311.08252,
+A suffix array finds all its places at once, and the continuations form a tree (REST, He et al. 2023, arXiv 2311.08252,
 section 3). The n-gram pool can learn the same texts in fixed memory; this source forgets nothing.
 """
 
@@ -14,20 +14,20 @@ from transformers import PreTrainedTokenizerBase
 from lookahead.extending import GuessSource, Limits
 from ngram_pool import GuessTree
 
-LONGEST = 16  # tokens of an end that is looked up; a power of two
-MAX_PLACES = 64  # of an end; what follows others is not looked at
-END = -1  # stands behind each text
+LONGEST = 16  # most tokens of a suffix to look up; a power of two
+MAX_PLACES = 64  # of a suffix; continuations at other places are ignored
+END = -1  # after each text
 KIND, SIZE = ">u4", 4  # of a token
 
 
 class RetrievalSource(GuessSource):
-    """What follows the longest suffix of a text, up to 16 tokens, in a collection.
+    """Proposes what follows the longest suffix of a text, up to 16 tokens, in a collection.
 
     It takes 8 bytes for each token of the collection.
     """
 
     longest = LONGEST
-    """Tokens of an end that is looked up, at most."""
+    """Most tokens of a suffix to look up."""
 
     def __init__(self, texts: Iterable[Sequence[int]]):
         """texts: token ids of each text, int in 0..2**31-1. Raises ValueError for other ids, or if there are none."""
@@ -55,7 +55,7 @@ class RetrievalSource(GuessSource):
         return [self._after(text, min(depth, limits.guesses)) for text, depth in zip(texts, limits.depths, strict=True)]
 
     def _after(self, text: list[int], depth: int) -> GuessTree:
-        """The tree of what follows, with the share of each branch among the places."""
+        """The tree of continuations, with the share of each branch among the places."""
         start, stop, length = self._longest_match(text[-LONGEST:])
         if not length or depth <= 0:
             return GuessTree.empty()
@@ -78,8 +78,7 @@ class RetrievalSource(GuessSource):
         return GuessTree.of([token for _, token in nodes], [parent for parent, _ in nodes], probabilities=chances)
 
     def _longest_match(self, suffix: list[int]) -> tuple[int, int, int]:
-        """Return the range of ``order`` that begins with the longest known end of ``suffix``, and how long that end
-        is."""
+        """Return the range of ``order`` for the longest known end of ``suffix``, and the length of that end."""
         known = _bytes_of(np.array(suffix, np.int64))
         places = self._order.data  # a memory view: of Python's own numbers
         first, found = 0, b""
@@ -97,7 +96,7 @@ class RetrievalSource(GuessSource):
         return first, stop, len(found) // SIZE
 
     def _beginning(self, size: int) -> Callable[[int], bytes]:
-        """What finds the bytes that stand at a place."""
+        """Return a function for the bytes at a place."""
         return lambda place: self._bytes[SIZE * place : SIZE * place + size]
 
 

@@ -1,4 +1,4 @@
-"""The families of models whose passes are programs: a page for each, which reads like transformers' forward of it."""
+"""The families of models with fused passes: a page for each writes the program, after transformers' forward of it."""
 
 import re
 from importlib import import_module
@@ -89,7 +89,7 @@ HOMES: dict[str, str] = {
     }.items()
     for name in names.split()
 }
-"""The module of the page that stands for a class of transformers. It is imported for a model of that class."""
+"""The module of the page for each class of transformers. It is imported for a model of that class."""
 SUFFIX = re.compile("ForCausalLM$|LMHeadModel$|Decoder$|ForConditionalGeneration$")
 
 
@@ -99,7 +99,7 @@ def page_for(name: str) -> type[Page]:
 
 
 def page_of(model: object) -> Page:
-    """Return the page that says what this model computes.
+    """Return the page that writes the program of this model.
 
     Raises UnknownModelError if there is none, or if the model's forward is not the one that transformers defines.
     """
@@ -112,7 +112,7 @@ def page_of(model: object) -> Page:
 
 
 def has_page(model: object) -> bool:
-    """Whether a page says what this model computes."""
+    """Whether there is a page for this model."""
     try:
         page_of(model)
     except UnknownModelError:

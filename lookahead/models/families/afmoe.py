@@ -1,4 +1,4 @@
-"""AFMoE (Trinity): what attention finds is gated, and only layers with a window know positions."""
+"""AFMoE (Trinity): the attention output is gated, and only layers with a window have positions."""
 
 from typing import Any
 

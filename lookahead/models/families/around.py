@@ -1,6 +1,6 @@
 """Models that also take images or sounds, around a text model of another family, which the configuration names.
 
-They have a head of their own. Tokens that stand for images and sounds are left to the model's own code.
+They have their own head. If tokens are placeholders for images and sounds, the model's own code computes passes.
 """
 
 import re
@@ -30,9 +30,9 @@ AROUND = {f"{family}ForConditionalGeneration" for family in _WITH_TEXT_MODELS} |
 TEXT_AT = {"Idefics2", "Idefics3", "SmolVLM"}
 """Models that call their text model ``text_model``, and not ``language_model``."""
 SUFFIXES = "ForCausalLM", "ForConditionalGeneration"
-"""Of the class of a text model that has a page, which may itself be known with another side alone."""
+"""Suffixes of the class of a text model that has a page; some are only known with images or sounds."""
 KINDS = re.compile("(image|video|audio)_token_(id|index)$")
-"""Settings that name a token in whose place something else may stand."""
+"""Settings that name a placeholder token."""
 
 
 def page_of(model: Any) -> Page:
@@ -46,7 +46,7 @@ def page_of(model: Any) -> Page:
 
 
 def _unknown_parts(model: Any) -> list[str]:
-    """The classes of the parts of a model without parts of their own that no page knows, nor any that is like them."""
+    """The classes of a model's smallest parts that no page knows, nor any similar ones."""
     like = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.Dropout, nn.Identity, nn.Conv1d, Conv1D, PreTrainedModel)
     named = ("RMSNorm", "RMSNormGated", "LayerNorm", "RotaryEmbedding", "Embedding", "Router", "Experts", "Cache")
     leaves = [module for module in model.get_decoder().modules() if not any(module.children())]

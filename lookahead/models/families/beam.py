@@ -1,4 +1,4 @@
-"""Beam: what attention finds is gated, sums are weighed by depth, and layers without positions scale their queries."""
+"""Beam: the attention output is gated, sums are weighted by depth, and layers without positions scale their queries."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ class Beam(WithSharedExperts):
         return self.summed(x, self.norm(more, layer.post_feedforward_layernorm), layer.mlp_residual_add_idx)
 
     def summed(self, x: Value, more: Value, depth: int) -> Value:
-        """Both parts are weighed, so that the sum of so many parts has the variance of one."""
+        """Both parts are weighted, so that the sum of all parts has the variance of one."""
         return self.add(self.scale(x, ((depth - 1) / depth) ** 0.5), more, 1 / depth**0.5)
 
     def attention(self, x: Value, attention: Any, name: str) -> Value:

@@ -1,7 +1,7 @@
-"""Decoders of BERT's kind (Devlin et al. 2019, arXiv 1810.04805): norms stand behind sums, or before all parts.
+"""Decoders of BERT's kind (Devlin et al. 2019, arXiv 1810.04805): norms come after sums, or before all parts.
 
 Tokens, types of tokens and positions have an embedding each. All tokens are of the first type, so that its row is added
-to those of positions: the same, but for rounding.
+to those of positions: the same, except for rounding.
 """
 
 from types import MappingProxyType, SimpleNamespace
@@ -144,7 +144,7 @@ class Data2VecText(Roberta):
 
 
 class RobertaPreLayerNorm(Roberta):
-    """Norms stand before all parts."""
+    """Norms come before all parts."""
 
     model_at = "roberta_prelayernorm"
 
@@ -157,7 +157,7 @@ class RobertaPreLayerNorm(Roberta):
 
 
 class XLMRobertaXL(Roberta):
-    """Norms stand before all parts, but not behind the embedding."""
+    """Norms come before all parts, but not after the embedding."""
 
     def embedding(self, embeddings: Any, model: Any) -> Value:
         return self.sum_of(embeddings)

@@ -1,4 +1,4 @@
-"""Further decoders of BERT's kind: MegatronBERT, RemBERT (arXiv 2010.12821), BigBird, RoCBert and X-MOD."""
+"""More decoders of BERT's kind: MegatronBERT, RemBERT (arXiv 2010.12821), BigBird, RoCBert and X-MOD."""
 
 from importlib import import_module
 from typing import Any
@@ -26,7 +26,7 @@ class WithWrittenAttention(Bert):
 
 
 class MegatronBert(WithWrittenAttention):
-    """Norms stand before all parts, but not behind the embedding."""
+    """Norms come before all parts, but not after the embedding."""
 
     def embedding(self, embeddings: Any, model: Any) -> Value:
         return self.sum_of(embeddings)

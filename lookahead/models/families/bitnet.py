@@ -1,4 +1,4 @@
-"""BitNet (Wang et al. 2023, arXiv 2310.11453): what attention finds is normed, and what the gates of the MLP give."""
+"""BitNet (Wang et al. 2023, arXiv 2310.11453): the attention output and the gated values of the MLP are normed."""
 
 from typing import Any
 

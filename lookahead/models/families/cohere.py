@@ -1,4 +1,4 @@
-"""Cohere: attention and MLP take the same normed states, neighbouring numbers turn together, and logits are scaled.
+"""Cohere: attention and MLP read the same normed states, neighbouring numbers turn together, and logits are scaled.
 
 Cohere2-MoE is a mixture of experts. Cohere Compass also takes images.
 """
@@ -64,7 +64,7 @@ class Cohere2Moe(Cohere2):
 
 
 class CohereCompass(Llama):
-    """Its text side, whose neighbouring numbers do not turn together. Some types of layers know no positions."""
+    """Its text side, whose neighbouring numbers do not turn together. Some types of layers have no positions."""
 
     model_class = "TextModel"
     slides: Slides = "by type"

@@ -76,7 +76,7 @@ class MiniMaxM2(Dots1):
 
 
 class Kolibri1(Dots1):
-    """Norms stand before and behind, and experts are chosen by corrected scores, before they become weights."""
+    """Norms come before and after, and experts are chosen by corrected scores, before they become weights."""
 
     mixture_class = "SparseMoeBlock"
 

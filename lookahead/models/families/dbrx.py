@@ -1,4 +1,4 @@
-"""DBRX: queries, keys and values are clipped, and experts have three layers, all of which stand in three tensors."""
+"""DBRX: queries, keys and values are clipped, and experts have three layers, which are stored in three tensors."""
 
 from typing import Any
 

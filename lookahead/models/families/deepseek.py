@@ -1,8 +1,8 @@
 """DeepSeek-V2 (arXiv 2405.04434) and V3 (arXiv 2412.19437), and families with their latent attention.
 
-The cache holds a latent of each token, of which all heads' keys and values are made, and numbers of its keys that turn.
-The model's code makes the keys and values of the whole text in each pass. Here, queries are multiplied with what would
-make keys, and so attend to the latents themselves: the same, but for rounding.
+The cache holds a latent for each token, from which all heads' keys and values are computed, and the rotated part of its
+keys. The model's code computes the keys and values of the whole text in each pass. Here, queries are multiplied with
+the key projection, and so attend to the latents themselves: the same, except for rounding.
 """
 
 import math
@@ -46,7 +46,7 @@ class DeepseekV3(WithSharedExperts):
         return self.product(self.found(x, values, attention), attention.o_proj)
 
     def found(self, x: Value, values: Value, attention: Any) -> Value:
-        """What attention hands on of the values that it has found for the rows x."""
+        """The output of attention from its result for the rows x."""
         return values
 
     @property

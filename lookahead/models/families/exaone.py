@@ -1,4 +1,4 @@
-"""EXAONE 4: norms stand where OLMo 2 has them, and where some layers have a window, only these know positions."""
+"""EXAONE 4: norms are placed as in OLMo 2, and if some layers have a window, only these have positions."""
 
 from typing import Any
 

@@ -99,7 +99,7 @@ class Qwen3Next(Qwen3_5, Qwen2Moe):
 
 
 class LaraMini(Qwen3_5):
-    """Only layers with a window know positions."""
+    """Only layers with a window have positions."""
 
     model_class = "Model"
     rotary_class = "RotaryEmbedding"

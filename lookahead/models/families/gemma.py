@@ -1,4 +1,5 @@
-"""Gemma: the embedding is scaled, and norms add 1 to their weights. Gemma 2 and 3 norm before and behind."""
+"""Gemma: the embedding is scaled, and norms add 1 to their weights. Gemma 2 and 3 have norms before and after each
+part."""
 
 from typing import Any
 

@@ -64,7 +64,7 @@ class Gemma3n(Gemma4):
         return self._add(op.Blend(streams, Value(streams.width), more, size, offset=1.0, first=1))
 
     def within(self, x: Value, layer: Any, name: str) -> Value:
-        """What a layer makes of the stream that goes through it."""
+        """The output of a layer for its stream."""
         normed, laurel = self.norm(x, layer.input_layernorm), self.own(layer.laurel, "LaurelBlock")
         learned = self.product(self.product(normed, laurel.linear_left), laurel.linear_right)
         learned = self.add(normed, self.norm(learned, laurel.post_laurel_norm))

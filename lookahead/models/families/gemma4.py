@@ -26,7 +26,7 @@ class Gemma4Unified(Gemma3):
         return self.mlp(self.norm(x, layer.pre_feedforward_layernorm), layer.mlp)
 
     def with_own(self, x: Value, layer: Any) -> Value:
-        """Add what the layer makes of its own embedding of the token."""
+        """Add the output for the layer's own embedding of the token."""
         return x
 
     def attention(self, x: Value, attention: Any, name: str) -> Value:
@@ -64,7 +64,7 @@ class Gemma4(Gemma4Unified):
         return x
 
     def projected(self, x: Value, inner: Any, size: int, scale: float, scale_of_sum: float) -> Value:
-        """What all layers get of the tokens, side by side."""
+        """The inputs of all layers from the tokens, concatenated."""
         of_tokens = self.embed_scaled(inner.embed_tokens_per_layer, "TextScaledWordEmbedding")
         projected = self.scale(self.product(x, inner.per_layer_model_projection), scale)
         projected = self.norm_heads(projected, inner.per_layer_projection_norm, size)
@@ -80,7 +80,7 @@ class Gemma4(Gemma4Unified):
         return x if self._of_layers is None else self.add(x, self.of_own(x, layer, self._of_layers))
 
     def of_own(self, x: Value, layer: Any, of_layers: Value) -> Value:
-        """What a layer makes of x and of its own embedding."""
+        """The output of a layer for x and its own embedding."""
         size = layer.hidden_size_per_layer_input
         gate = self.product(x, layer.per_layer_input_gate)
         own = self.select(of_layers, size, of_layers.width // size, layer.layer_idx)
@@ -88,7 +88,7 @@ class Gemma4(Gemma4Unified):
         return self.norm(more, layer.post_per_layer_input_norm)
 
     def mixed(self, x: Value, layer: Any) -> Value:
-        """The experts beside the MLP, whose router reads what no norm has weighed."""
+        """The experts in addition to the MLP; their router reads values that no norm has weighted."""
         router = self.own(layer.router, "Router")
         norm = self.own(router.norm, "RMSNorm")
         normed = self._add(op.Norm(x, Value(x.width), router.scale, norm.eps, size=x.width))

@@ -1,4 +1,4 @@
-"""GPT-2 (Radford et al. 2019), whose weights lie transposed, and GPT-BigCode, which has usual ones."""
+"""GPT-2 (Radford et al. 2019), whose weights are transposed, and GPT-BigCode, which has usual ones."""
 
 from typing import Any
 

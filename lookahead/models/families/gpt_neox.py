@@ -1,6 +1,6 @@
 """GPT-NeoX (Black et al. 2022, arXiv 2204.06745), its Japanese form, and Persimmon.
 
-A head's query, key and value stand side by side.
+A head's query, key and value are adjacent.
 """
 
 from typing import Any

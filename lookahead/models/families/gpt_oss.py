@@ -39,7 +39,7 @@ class GptOss(WithSinks):
 
 
 class GraniteSWA(WithSinks, Granite):
-    """Some layers know no positions."""
+    """Some layers have no positions."""
 
     may_lack_rotary = True
 
@@ -60,7 +60,7 @@ class GraniteMoeSWA(GraniteSWA, GraniteMoeShared):
 
 
 class Flint(WithSinks, Qwen3Moe):
-    """Only layers with a window know positions."""
+    """Only layers with a window have positions."""
 
     norms_round_once = True
 

@@ -1,4 +1,4 @@
-"""GPT-J and CodeGen: attention and MLP take the same, and neighbouring numbers turn by a table of positions."""
+"""GPT-J and CodeGen: attention and MLP read the same input, and neighbouring numbers turn by a table of positions."""
 
 from collections.abc import Sequence
 from typing import Any

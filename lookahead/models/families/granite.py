@@ -33,7 +33,7 @@ class HyperCLOVAX(Granite):
         return self.add(x, self.behind(more, layer.post_norm2), factor)
 
     def behind(self, x: Value, module: Any) -> Value:
-        """A norm that a setting leaves out."""
+        """A norm that a setting turns off."""
         return x if type(self._check(module)) is nn.Identity else self.norm(x, module)
 
     def head(self, x: Value) -> None:

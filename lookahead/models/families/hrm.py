@@ -12,7 +12,7 @@ class HrmText(Llama):
     _place = 0
     """Of the stack's first layer in the cache."""
     _shown: Value
-    """What the layer before has made, without the norm behind its stack."""
+    """The output of the previous layer, without the norm after its stack."""
 
     def write(self) -> None:
         inner = self.own(self.inner, "Model")

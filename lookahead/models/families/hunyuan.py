@@ -1,4 +1,4 @@
-"""Hunyuan: queries and keys are normed when they have turned. The mixture has a shared expert beside the others."""
+"""Hunyuan: queries and keys are normed when they have turned. The mixture also has a shared expert."""
 
 from typing import Any
 

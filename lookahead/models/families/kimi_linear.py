@@ -1,6 +1,6 @@
 """Kimi Linear (arXiv 2510.26692): a delta rule whose decays are of each number of a key, and latent attention.
 
-Ling 3, which transformers calls Bailing, limits the decays, and gates what each head of its attention finds.
+Ling 3, which transformers calls Bailing, limits the decays, and gates the attention output of each head.
 """
 
 from typing import Any
@@ -43,7 +43,7 @@ class KimiLinear(DeepseekV3):
         return self.product(gated, attention.o_proj)
 
     def gating(self, attention: Any, forget: Any) -> tuple[list[Any], list[Any]]:
-        """Return the layers, one behind the other, that make the gate of a row, and those that make its decays."""
+        """Return the consecutive layers that compute the gate of a row, and those that compute its decays."""
         return [attention.g_a_proj, attention.g_b_proj], [forget.f_a_proj, forget.f_b_proj]
 
     def limit(self, forget: Any) -> float:

@@ -1,4 +1,4 @@
-"""Laguna: softplus gates what attention finds, each head or each number of it. Layers differ in their heads."""
+"""Laguna: softplus gates the attention output, by head or by number. Layers differ in their heads."""
 
 from typing import Any
 

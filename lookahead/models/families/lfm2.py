@@ -70,7 +70,7 @@ class Lfm2Moe(Lfm2):
 
 
 class Lfm3(Lfm2):
-    """Attention is gated by heads, and some of it slides. Norms may also stand behind the parts of a layer."""
+    """Attention is gated by heads, and some of it slides. Norms may also come after the parts of a layer."""
 
     output_projection = "o_proj"
     rotary_rounds_once = True

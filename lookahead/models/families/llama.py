@@ -57,7 +57,7 @@ class Llama(Page):
         return q, self.norm_heads(k, attention.k_norm, attention.head_dim)
 
     def side_by_side(self, x: Value, layer: Any, name: str) -> Value:
-        """A layer of which attention and MLP take the same."""
+        """A layer whose attention and MLP read the same input."""
         normed = self.norm(x, layer.input_layernorm)
         attended = self.attention(normed, layer.self_attn, name)
         return self.add(self.add(x, attended), self.mlp(normed, layer.mlp))

@@ -1,4 +1,4 @@
-"""Mistral (arXiv 2310.06825), and other families that differ from Llama in windows, positions or names alone."""
+"""Mistral (arXiv 2310.06825), and other families that differ from Llama in only windows, positions or names."""
 
 from typing import Any
 

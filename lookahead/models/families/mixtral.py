@@ -108,7 +108,7 @@ class FlexOlmo(Olmo2):
 
 
 class AriaText(Llama):
-    """Weights of experts lie transposed."""
+    """Weights of experts are transposed."""
 
     names = MappingProxyType({"Experts": "AriaExperts", "MLP": "AriaSharedExpertsMLP"})
 

@@ -1,4 +1,4 @@
-"""NanoChat: norms have no weights, and stand behind the embedding and behind the turning of queries and keys, too."""
+"""NanoChat: norms have no weights, and also come after the embedding and after the rotation of queries and keys."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""OLMo has norms without weights. In OLMo 2 and 3 they stand behind attention and MLP, and norm queries and keys."""
+"""OLMo has norms without weights. In OLMo 2 and 3 they come after attention and MLP, and norm queries and keys."""
 
 from typing import Any
 

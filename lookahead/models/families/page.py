@@ -1,7 +1,7 @@
-"""What the pages of all families have in common: how a model's modules become operations of a program.
+"""The base class of all pages: how a model's modules become operations of a program.
 
-What a model's own code does is not read but known: of these families, as transformers defines them. So every module
-must be exactly of its class, with no hook, no forward of its own and no adapter. The probe compares the results, too.
+Pages do not read the model's own code: they know what it does in these families, as transformers defines them. So every
+module must be exactly of its class, with no hook, no other forward and no adapter. The probe also compares the results.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,11 +39,11 @@ AttendsBy = Literal["split", "sdpa", "eager", "nothing"]
 
 
 class UnknownModelError(Exception):
-    """No page says what the model computes. The message says what is different."""
+    """There is no program for the model. The message says why."""
 
 
 class Page:
-    """What a family computes. A page says it in `write`, by the methods here, each of which adds an operation."""
+    """Writes the program of a family's model. `write` calls the methods here, each of which adds an operation."""
 
     attends_by: AttendsBy = "split"
     """By which `attn_implementation` the model computes what `attend` says; split: by "sdpa", which it looks up with
@@ -61,7 +61,7 @@ class Page:
     slides: Slides = "never"
     """Which layers have a sliding window, if the configuration names its length."""
     turns_part = False
-    """Whether the rotary embedding may turn the first numbers of a head alone."""
+    """Whether the rotary embedding may rotate only the first numbers of a head."""
     norm_class: str | type[nn.Module] = "RMSNorm"
     """The class of norms: the family's own, without the family's name, or torch's."""
     norm_offset = 0.0
@@ -89,7 +89,7 @@ class Page:
         self._operations: list[op.Operation] = []
 
     def program(self) -> Program:
-        """Return the program of the model as it is at this moment.
+        """Return the program of the model in its current state.
 
         Raises UnknownModelError if the model, or a part of it, is not as transformers defines it.
         """
