@@ -28,10 +28,14 @@ TESTS = [
     "tests/kernels/test_tree_attention.py",
     "tests/kernels/test_blocks.py",
     "tests/kernels/test_products.py",
+    "tests/kernels/test_gguf.py",
     "tests/exactness/test_known_draws.py",
 ]
 POOL_TESTS = "tests/pool/test_loops.py"  # random actions
-KERNEL_TESTS = "formula or found or packed or indexed or exceptions or rounded or number or draws or likeliest"
+KERNEL_TESTS = (
+    "formula or with_blocks or each_code or found or packed or indexed or exceptions or rounded or number or draws "
+    "or likeliest"
+)
 SANITIZERS = {
     "address": ("-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
     "thread": ("-fsanitize=thread",),

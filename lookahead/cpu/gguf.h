@@ -39,6 +39,13 @@ static INLINE Ints widened(const uint8_t* x) {
 #endif
 }
 
+// The numbers of lanes.
+#ifdef __AVX512F__
+static const Ints LANES = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+#else
+static const Ints LANES = {0, 1, 2, 3, 4, 5, 6, 7};
+#endif
+
 // What all formats have: so many weights in so many bytes, and scales of so many weights each.
 template <long WEIGHTS, long BYTES_, long GROUP_>
 struct Shape {
@@ -57,8 +64,38 @@ struct Shape {
             return weights(codes & 15, i);
 #endif
         }
+        // The same of codes of 5 bits, the last of which stand together: `fifth` has those of a group.
+        INLINE Floats of_codes(Ints codes, const uint8_t* fifth, long i) const {
+#ifdef __AVX512F__
+            const float scale = this->scale[i / GROUP], offset = this->offset[i / GROUP];
+            const Floats upper = __builtin_convertvector(LANES + 16, Floats) * scale + offset;
+            __mmask16 has_fifth;
+            memcpy(&has_fifth, fifth + i % GROUP / 8, sizeof has_fifth);
+            return (Floats)_mm512_mask_permutexvar_ps((__m512)of_codes(codes, i), has_fifth, (__m512i)codes, (__m512)upper);
+#else
+            const Ints its = (Ints{} + fifth[i % GROUP / 8]) & (Ints{} + 1) << LANES;
+            return weights((codes & 15) + (its != 0 ? Ints{} + 16 : Ints{}), i);
+#endif
+        }
     };
 };
+
+// The numbers of L codes of 4 bits, which are shifted down by so many, in IQ4_NL and IQ4_XS.
+#define IQ4 -127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113
+static INLINE Floats numbers_of_iq4(const uint8_t* codes, int shift) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_permutexvar_ps((__m512i)(widened(codes) >> shift), (__m512)Floats{IQ4});
+#elif defined(__AVX2__)
+    const __m128i its = _mm_and_si128(_mm_srli_epi16(_mm_loadl_epi64((const __m128i*)codes), shift), _mm_set1_epi8(15));
+    return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_shuffle_epi8((__m128i)Lanes<16>::Bytes{IQ4}, its)));
+#else
+    static const float numbers[] = {IQ4};
+    Floats found;
+    UNROLL for (int lane = 0; lane < L; lane++) found[lane] = numbers[codes[lane] >> shift & 15];
+    return found;
+#endif
+}
+#undef IQ4
 
 // Of each format: `read` finds the scales of a block, `weights` L weights of it, from weight i on.
 struct Q4_0 : Shape<32, 18, 32> {
@@ -78,10 +115,65 @@ struct Q4_1 : Shape<32, 20, 32> {
     }
 };
 
+struct Q5_0 : Shape<32, 22, 32> {
+    static INLINE Scales read(const uint8_t* block) {
+        const float scale = half(block);
+        return {{scale}, {-16 * scale}};
+    }
+    static INLINE Floats weights(const uint8_t* block, long i, const Scales& scales) {
+        return scales.of_codes(widened(block + 6 + i % 16) >> int(i / 16 * 4), block + 2, i);
+    }
+};
+
+struct Q5_1 : Shape<32, 24, 32> {
+    static INLINE Scales read(const uint8_t* block) { return {{half(block)}, {half(block + 2)}}; }
+    static INLINE Floats weights(const uint8_t* block, long i, const Scales& scales) {
+        return scales.of_codes(widened(block + 8 + i % 16) >> int(i / 16 * 4), block + 4, i);
+    }
+};
+
 struct Q8_0 : Shape<32, 34, 32> {
     static INLINE Scales read(const uint8_t* block) { return {{half(block)}, {0}}; }
     static INLINE Floats weights(const uint8_t* block, long i, const Scales& scales) {
         return __builtin_convertvector(gemm::widened((const int8_t*)block + 2 + i), Floats) * scales.scale[0];
+    }
+};
+
+struct Q2_K : Shape<256, 84, 16> {
+    static INLINE Scales read(const uint8_t* block) {
+        const float scale = half(block + 80), offset = -half(block + 82);
+        Scales found;
+        UNROLL for (int j = 0; j < 16; j += L) {
+            const Ints both = widened(block + j);
+            *(Unaligned<Floats>*)(found.scale + j) = __builtin_convertvector(both & 15, Floats) * scale;
+            *(Unaligned<Floats>*)(found.offset + j) = __builtin_convertvector(both >> 4, Floats) * offset;
+        }
+        return found;
+    }
+    static INLINE Floats weights(const uint8_t* block, long i, const Scales& scales) {
+        return scales.weights(widened(block + 16 + i / 128 * 32 + i % 32) >> int(i % 128 / 32 * 2) & 3, i);
+    }
+};
+
+struct Q3_K : Shape<256, 110, 16> {
+    static INLINE Scales read(const uint8_t* block) {
+        uint32_t packed[3], numbers[4];  // of 6 bits each
+        memcpy(packed, block + 96, sizeof packed);
+        UNROLL for (int j = 0; j < 4; j++)
+            numbers[j] = (packed[j % 2] >> j / 2 * 4 & 0x0f0f0f0f) | (packed[2] >> 2 * j & 0x03030303) << 4;
+        const float scale = half(block + 108);
+        Scales found;
+        UNROLL for (int j = 0; j < 16; j += L) {
+            const Floats its = __builtin_convertvector(widened((const uint8_t*)numbers + j) - 32, Floats) * scale;
+            *(Unaligned<Floats>*)(found.scale + j) = its, *(Unaligned<Floats>*)(found.offset + j) = its * -4;
+        }
+        return found;
+    }
+    static INLINE Floats weights(const uint8_t* block, long i, const Scales& scales) {
+        const Ints lower = widened(block + 32 + i / 128 * 32 + i % 32) >> int(i % 128 / 32 * 2) & 3;
+        const Ints third = widened(block + i % 32) & 1 << int(i / 32);  // without it, the number is 4 less
+        const Floats offset = third != 0 ? Floats{} : Floats{} + scales.offset[i / 16];
+        return __builtin_convertvector(lower, Floats) * scales.scale[i / 16] + offset;
     }
 };
 
@@ -97,7 +189,11 @@ static INLINE Scales scales_of_k(const uint8_t* block) {
     memcpy(bytes, numbers, sizeof bytes);
     const float scale = half(block), offset = -half(block + 2);
     Scales found;
-    UNROLL for (int j = 0; j < 8; j++) found.scale[j] = scale * bytes[j], found.offset[j] = offset * bytes[8 + j];
+    static_assert(sizeof found == 16 * sizeof(float));  // eight scales, then as many offsets
+    UNROLL for (int j = 0; j < 16; j += L) {
+        const Floats factors = LANES + j < 8 ? Floats{} + scale : Floats{} + offset;
+        ((Unaligned<Floats>*)&found)[j / L] = __builtin_convertvector(widened(bytes + j), Floats) * factors;
+    }
     return found;
 }
 
@@ -121,14 +217,40 @@ struct Q6_K : Shape<256, 210, 16> {
     static INLINE Scales read(const uint8_t* block) {
         const float scale = half(block + 208);
         Scales found;
-        UNROLL for (int j = 0; j < 16; j++)
-            found.scale[j] = scale * ((const int8_t*)block)[192 + j], found.offset[j] = 0;
+        UNROLL for (int j = 0; j < 16; j += L) {
+            const Ints numbers = gemm::widened((const int8_t*)block + 192 + j);
+            *(Unaligned<Floats>*)(found.scale + j) = __builtin_convertvector(numbers, Floats) * scale;
+        }
         return found;
     }
     static INLINE Floats weights(const uint8_t* block, long i, const Scales& scales) {
         const Ints lower = widened(block + i / 128 * 64 + i % 64) >> int(i % 128 / 64 * 4) & 15;
         const Ints upper = widened(block + 128 + i / 128 * 32 + i % 32) >> int(i % 128 / 32 * 2) & 3;
         return __builtin_convertvector((lower | upper << 4) - 32, Floats) * scales.scale[i / 16];
+    }
+};
+
+struct IQ4_NL : Shape<32, 18, 32> {
+    static INLINE Scales read(const uint8_t* block) { return {{half(block)}, {0}}; }
+    static INLINE Floats weights(const uint8_t* block, long i, const Scales& scales) {
+        return numbers_of_iq4(block + 2 + i % 16, int(i / 16 * 4)) * scales.scale[0];
+    }
+};
+
+struct IQ4_XS : Shape<256, 136, 32> {
+    static INLINE Scales read(const uint8_t* block) {
+        typedef Lanes<8>::Ints Eight;
+        const Eight shifts = {0, 2, 4, 6, 8, 10, 12, 14};
+        int32_t lower;
+        memcpy(&lower, block + 4, sizeof lower);
+        const int upper = block[2] | block[3] << 8;
+        const Eight numbers = ((Eight{} + lower) >> 2 * shifts & 15) | ((Eight{} + upper) >> shifts & 3) << 4;
+        Scales found;
+        *(Unaligned<Lanes<8>::Floats>*)found.scale = __builtin_convertvector(numbers - 32, Lanes<8>::Floats) * half(block);
+        return found;
+    }
+    static INLINE Floats weights(const uint8_t* block, long i, const Scales& scales) {
+        return numbers_of_iq4(block + 8 + i / 32 * 16 + i % 16, int(i % 32 / 16 * 4)) * scales.scale[i / 32];
     }
 };
 
@@ -176,10 +298,11 @@ struct MXFP4 {
     }
 };
 
+// Whether weights are in blocks: then their type says how many bytes a block has.
+template <class Weight, class = void>
+constexpr bool IS_BLOCK = false;
 template <class Weight>
-constexpr bool IS_BLOCK = std::is_same_v<Weight, Q4_0> || std::is_same_v<Weight, Q4_1> || std::is_same_v<Weight, Q8_0> ||
-                          std::is_same_v<Weight, Q4_K> || std::is_same_v<Weight, Q5_K> || std::is_same_v<Weight, Q6_K> ||
-                          std::is_same_v<Weight, MXFP4>;
+constexpr bool IS_BLOCK<Weight, std::void_t<decltype(Weight::BYTES)>> = true;
 
 // By::STRIDE weights of a block, from weight i on.
 template <class By, class Block>

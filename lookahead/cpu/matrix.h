@@ -11,7 +11,10 @@
 namespace gemm {
 
 // The forms of weights, in the order of `Format` in products.py.
-enum Format : long { FLOATS, BYTES, GROUPED, CODES, INDEXED, Q4_0, Q4_1, Q8_0, Q4_K, Q5_K, Q6_K, MXFP4 };
+enum Format : long {
+    FLOATS, BYTES, GROUPED, CODES, INDEXED,
+    Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS, MXFP4
+};
 
 // Whether weights have a scale for each group of inputs.
 template <class Weight>
@@ -36,10 +39,16 @@ static INLINE auto by_weight(Format format, F f) {
         case INDEXED: return f(Indexed());
         case Q4_0: return f(gguf::Q4_0());
         case Q4_1: return f(gguf::Q4_1());
+        case Q5_0: return f(gguf::Q5_0());
+        case Q5_1: return f(gguf::Q5_1());
         case Q8_0: return f(gguf::Q8_0());
+        case Q2_K: return f(gguf::Q2_K());
+        case Q3_K: return f(gguf::Q3_K());
         case Q4_K: return f(gguf::Q4_K());
         case Q5_K: return f(gguf::Q5_K());
         case Q6_K: return f(gguf::Q6_K());
+        case IQ4_NL: return f(gguf::IQ4_NL());
+        case IQ4_XS: return f(gguf::IQ4_XS());
         case MXFP4: return f(gguf::MXFP4());
         case FLOATS: break;
     }

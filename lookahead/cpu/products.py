@@ -36,11 +36,17 @@ class Format(IntEnum):
     """bf16 numbers in 12 bits."""
     Q4_0 = 5
     Q4_1 = 6
-    Q8_0 = 7
-    Q4_K = 8
-    Q5_K = 9
-    Q6_K = 10
-    MXFP4 = 11
+    Q5_0 = 7
+    Q5_1 = 8
+    Q8_0 = 9
+    Q2_K = 10
+    Q3_K = 11
+    Q4_K = 12
+    Q5_K = 13
+    Q6_K = 14
+    IQ4_NL = 15
+    IQ4_XS = 16
+    MXFP4 = 17
 
     @property
     def block(self) -> tuple[int, int]:
@@ -49,8 +55,9 @@ class Format(IntEnum):
 
 
 _BLOCKS = {
-    Format.Q4_0: (32, 18), Format.Q4_1: (32, 20), Format.Q8_0: (32, 34),
-    Format.Q4_K: (256, 144), Format.Q5_K: (256, 176), Format.Q6_K: (256, 210), Format.MXFP4: (32, 17),
+    Format.Q4_0: (32, 18), Format.Q4_1: (32, 20), Format.Q5_0: (32, 22), Format.Q5_1: (32, 24), Format.Q8_0: (32, 34),
+    Format.Q2_K: (256, 84), Format.Q3_K: (256, 110), Format.Q4_K: (256, 144), Format.Q5_K: (256, 176),
+    Format.Q6_K: (256, 210), Format.IQ4_NL: (32, 18), Format.IQ4_XS: (256, 136), Format.MXFP4: (32, 17),
 }  # fmt: skip
 
 

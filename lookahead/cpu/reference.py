@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional
 
 from lookahead.cpu import operations as op
-from lookahead.cpu.products import Linear
+from lookahead.cpu.products import Format, Linear
 from lookahead.cpu.program import Program
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -35,6 +35,15 @@ class State(NamedTuple):
     """The last inputs of its convolutions, [channels, columns]."""
     state: torch.Tensor
     """Of its recurrence, [heads, keys, values]; of `Scan`, [heads, values, keys]."""
+
+
+def _numbers(weight: torch.Tensor, form: Format | None) -> torch.Tensor:
+    """A weight, unpacked if it is in blocks of this form."""
+    if form is None:
+        return weight
+    from lookahead.cpu.gguf import unpacked  # other weights need it not
+
+    return unpacked(weight, form)
 
 
 class Reference:
@@ -112,7 +121,7 @@ class Reference:
         return self.values[x].unflatten(-1, (-1, size))
 
     def product(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
-        weight, scales, bias = layer.weight.to(self.wide), layer.scales, layer.bias
+        weight, scales, bias = _numbers(layer.weight, layer.blocks).to(self.wide), layer.scales, layer.bias
         if scales is None:
             return self.rounded(functional.linear(x, weight, None if bias is None else bias.to(self.wide)))
         if scales.ndim == 2:  # of groups of inputs
@@ -153,7 +162,7 @@ class Reference:
 
     @computed.register
     def _(self, embed: op.Embed) -> torch.Tensor:
-        x = embed.weight[self.ids].to(self.wide)
+        x = _numbers(embed.weight[self.ids], embed.format or None).to(self.wide)
         x = x if embed.factor == 1 else self.rounded(x * embed.factor)
         if embed.of_positions is None:
             return x

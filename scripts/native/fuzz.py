@@ -9,6 +9,7 @@ import random
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
@@ -21,10 +22,13 @@ from lookahead.cpu import blocks, choice, executor, gemm, native, products, top_
 from lookahead.cpu import operations as op
 from lookahead.cpu.executor import Executor, Rows
 from lookahead.cpu.operations import Value
-from lookahead.cpu.products import Linear
+from lookahead.cpu.products import Format, Linear
 from lookahead.cpu.program import Program
 from lookahead.cpu.reference import ACTIVATIONS, Reference, State
 from lookahead.cpu.states import Places
+
+sys.path.append(str(Path(__file__).parents[1]))
+from gguf_blocks import Kind, random_blocks
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -95,14 +99,27 @@ def guarded() -> Iterator[Guarded]:
             memory.free()
 
 
+def random_form(rng: random.Random, inputs: int, dtype: torch.dtype) -> Format | None:
+    """A form of GGUF in which rows of so many weights can be; None if there is none."""
+    forms = [form for form in Format if form.block[1] and inputs % form.block[0] == 0]
+    return rng.choice(forms) if forms and dtype == torch.float32 else None
+
+
+def random_weights(form: Format, outputs: int, inputs: int) -> torch.Tensor:
+    numbers = np.random.default_rng(int(torch.randint(2**31, ())))
+    return torch.from_numpy(random_blocks(Kind[form.name], outputs, inputs, numbers, inputs**-0.5))
+
+
 def random_linear(
     rng: random.Random, memory: Guarded, outputs: int, inputs: int, dtype: torch.dtype, transposes: bool = False
 ) -> Linear:
     """A layer of any format that a pass takes. transposes: also one that must be copied."""
     bias = memory.copy(torch.randn(outputs).to(dtype)) if rng.random() < 0.3 else None
     weight = torch.randn(outputs, inputs) * inputs**-0.5
-    kind = rng.choice(["plain", "bf16", "bytes", "grouped", "int4", "q8", "q4", "mxfp4", "odd"])
+    kind = rng.choice(["plain", "bf16", "bytes", "grouped", "int4", "q8", "q4", "mxfp4", "odd", "gguf", "gguf"])
     numbers, size = torch.randint(-8 if kind == "int4" else -127, 8 if kind == "int4" else 128, weight.shape), 32
+    if kind == "gguf" and (form := random_form(rng, inputs, dtype)):
+        return Linear(memory.copy(random_weights(form, outputs, inputs)), None, bias, blocks=form)
     if kind == "bytes":
         scales = (torch.rand(outputs) * 0.02 * inputs**-0.5).to(dtype)
         return Linear(memory.copy(numbers.to(torch.int8)), memory.copy(scales), bias)
@@ -418,8 +435,12 @@ class RandomProgram:
         has_positions, norms = self.rng.random() < 0.2, self.rng.choice(["", "heads", "all heads"])
         is_parallel = self.rng.random() < 0.2
         table, offset = (self.numbers(positions + 2, width), self.rng.choice([0, 2])) if has_positions else (None, 0)
-        embedding = self.memory.copy(torch.randn(vocabulary, width).to(self.dtype))
-        x = self.keep(self.add(op.Embed(Value(width), embedding, self.rng.choice([1.0, 3.0]), table, offset)))
+        form = None if has_positions or self.rng.random() < 0.7 else random_form(self.rng, width, self.dtype)
+        rows = torch.randn(vocabulary, width) if form is None else random_weights(form, vocabulary, width)
+        embedding = self.memory.copy(rows.to(self.dtype) if form is None else rows)
+        factor = self.rng.choice([1.0, 3.0]) * (1 if form is None else width**0.5)
+        embed = op.Embed(Value(width), embedding, factor, table, offset, form or Format.FLOATS)
+        x = self.keep(self.add(embed))
         for layer in range(layers):
             x = self.through_streams(x) if self.rng.random() < 0.2 else x
             attended = self.mixed(self.norm(x, chance=0.7), norms)
@@ -455,7 +476,7 @@ def run_program(seed: int) -> str:
     while size * key_heads * groups % unit:
         groups += 1
     heads = key_heads * groups
-    width, intermediate = (unit * rng.randint(1, 6) for _ in range(2))
+    width, intermediate = (unit * rng.randint(1, 6) if rng.random() < 0.7 else 256 for _ in range(2))
     vocabulary = rng.choice([1, 7, 97, 200, 513, 1100])
     threads, layers = rng.randint(1, 3), rng.randint(1, 2)
     count = rng.choice([0, 1, 5, 256, 300])
@@ -633,7 +654,7 @@ def kernels_alone(
         scores[..., scores.shape[-1] - hidden.shape[1] :].masked_fill_(hidden, -torch.inf)
         expected = scores.softmax(-1) @ values[0].double().repeat_interleave(heads // key_heads, 0)
         assert_near(got, expected, 1e-4 if dtype == torch.float32 else 0.1, "attention")
-    inputs = products.STRIDE[dtype] * rng.randint(1, 9)
+    inputs = rng.choice([products.STRIDE[dtype] * rng.randint(1, 9), 256, 512])
     linears = [random_linear(rng, memory, rng.randint(1, 60), inputs, dtype) for _ in range(rng.randint(1, 3))]
     x = memory.copy(torch.randn(rows, inputs).to(dtype))
     for linear, got in zip(linears, gemm.multiply(x, linears), strict=True):

@@ -3,8 +3,10 @@
 from contextlib import contextmanager
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
+from gguf_blocks import HALVES, Kind, random_blocks
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 from zoo import tiny_model
@@ -13,6 +15,7 @@ import lookahead
 from lookahead.compat.gguf import gguf_class
 from lookahead.cpu import gemm, operations
 from lookahead.cpu.executor import Executor, Rows
+from lookahead.cpu.gguf import unpacked
 from lookahead.cpu.products import Format, Linear
 from lookahead.cpu.program import Program
 from lookahead.passes.packed import packed_of
@@ -21,46 +24,37 @@ if gguf_class("GgufLinear") is None:
     pytest.skip("blocks are kept from transformers 5.24 on", allow_module_level=True)
 
 from transformers.integrations.gguf import kernels
-from transformers.integrations.gguf.dequant import GGML_BLOCK, GGML_NAME, dequantize, row_bytes
+from transformers.integrations.gguf.dequant import GGML_NAME, dequantize
 from transformers.integrations.gguf.utils import replace_with_gguf_modules
 
 TYPES = {name: number for number, name in GGML_NAME.items()}
-HALVES = {"Q4_0": [0], "Q4_1": [0, 2], "Q8_0": [0], "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208], "Q2_K": [80, 82]}
-"""Where numbers of half precision stand in a block."""
-FORMS = sorted(HALVES.keys() - {"Q2_K"})
+FORMS = [form for form in Format if form.block[1]]
 GREEDY = {"max_new_tokens": 24, "do_sample": False}
 
 
-def made(name: str, outputs: int, inputs: int, size: float = 0.005) -> torch.Tensor:
-    """Random blocks of a form, uint8 [outputs, bytes], with scales of about this size, some of them tiny."""
-    blocks = torch.randint(0, 256, (outputs, row_bytes(TYPES[name], inputs)), dtype=torch.uint8)
-    in_turn = blocks.view(-1, GGML_BLOCK[TYPES[name]][1])
-    for place in HALVES[name]:
-        halves = size * torch.randn(len(in_turn)) / (1 if name in ("Q4_0", "Q4_1", "Q8_0") else 32)
-        halves[torch.rand(len(halves)) < 0.05] *= 1e-4  # below 2^-14
-        in_turn[:, place : place + 2] = halves.half().view(torch.uint8).view(-1, 2)
-    return blocks
+def made(name: str, outputs: int, inputs: int, extreme: float = 0.0) -> torch.Tensor:
+    """Random blocks of a form, uint8 [outputs, bytes]. extreme: how many scales are tiny, huge or 0."""
+    random = np.random.default_rng(int(torch.randint(2**31, ())))
+    return torch.from_numpy(random_blocks(Kind[name], outputs, inputs, random, 0.02, extreme))
 
 
-def unpacked(name: str, blocks: torch.Tensor) -> torch.Tensor:
-    return dequantize(blocks, TYPES[name]).view(len(blocks), -1)
-
-
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(
-    name=st.sampled_from(FORMS),
+    form=st.sampled_from(FORMS),
     outputs=st.integers(1, 60),
-    inputs=st.integers(1, 14),
-    rows=st.integers(1, 30),
+    count=st.integers(1, 14),
+    rows=st.sampled_from([*range(1, 30), 32, 33, 45, 70]),
+    extreme=st.sampled_from([0.0, 0.05, 1.0]),
     seed=st.integers(0, 999),
 )
-def test_products_with_blocks_are_those_with_their_numbers(name, outputs, inputs, rows, seed):
-    """To the last bit."""
-    note(f"{name=} {outputs=} {inputs=} {rows=} {seed=}")
+def test_products_with_blocks_are_those_with_their_numbers(form, outputs, count, rows, extreme, seed):
+    """To the last bit. count: of blocks in a row."""
+    note(f"{form=} {outputs=} {count=} {rows=} {extreme=} {seed=}")
     torch.manual_seed(seed)
-    blocks = made(name, outputs, 256 * inputs)
+    blocks = made(form.name, outputs, form.block[0] * count, extreme)
     bias = torch.randn(outputs) if seed % 2 else None
-    linear, plain = Linear(blocks, None, bias, blocks=Format[name]), Linear(unpacked(name, blocks), None, bias)
+    linear, plain = Linear(blocks, None, bias, blocks=form), Linear(unpacked(blocks, form), None, bias)
+    assert plain.weight.isfinite().all()
     assert (linear.outputs, linear.inputs) == (plain.outputs, plain.inputs)
     assert linear.is_served(torch.float32)
     assert not linear.is_served(torch.bfloat16)
@@ -69,13 +63,13 @@ def test_products_with_blocks_are_those_with_their_numbers(name, outputs, inputs
     assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("name", FORMS)
-def test_rows_of_an_embedding_are_unpacked(name):
-    blocks = made(name, 30, 512)
+@pytest.mark.parametrize("form", FORMS, ids=[form.name for form in FORMS])
+def test_rows_of_an_embedding_are_unpacked(form):
+    blocks = made(form.name, 30, 512, extreme=0.1)
     values = [operations.Value(512) for _ in range(2)]
     embeds = [
-        operations.Embed(values[0], blocks, 0.3, format=Format[name]),
-        operations.Embed(values[1], unpacked(name, blocks), 0.3),
+        operations.Embed(values[0], blocks, 0.3, format=form),
+        operations.Embed(values[1], unpacked(blocks, form), 0.3),
     ]
     head, ids = Linear(torch.eye(512)), torch.tensor([3, 29, 0, 3]).numpy()
     found, expected = (
@@ -83,6 +77,20 @@ def test_rows_of_an_embedding_are_unpacked(name):
         for embed, value in zip(embeds, values, strict=True)
     )
     assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=[form.name for form in FORMS])
+def test_each_code_of_each_group_is_read(form):
+    """Also each bit of scales and codes: blocks with one bit flipped hold what gguf says."""
+    weights, size = form.block
+    blocks = made(form.name, 1, weights).repeat(8 * size, 1)
+    bits = torch.arange(8 * size)
+    blocks[bits, bits // 8] ^= 2 ** (bits % 8).byte()
+    expected = unpacked(blocks, form)
+    is_known = expected.isfinite().all(1)  # a bit of a scale may make it infinite
+    assert is_known.float().mean() > 0.9
+    (found,) = gemm.multiply(torch.eye(weights), [Linear(blocks, blocks=form)])
+    assert torch.equal(found.T[is_known], expected[is_known])
 
 
 def test_all_halves_are_read():
@@ -126,9 +134,22 @@ def in_blocks(model, forms: list[str]):
         name for name, module in model.named_modules() if isinstance(module, (torch.nn.Linear, torch.nn.Embedding))
     ]
     plan = {f"{name}.weight": TYPES[forms[i % len(forms)]] for i, name in enumerate(names)}
+    of_experts = [name for name, module in model.named_modules() if name.endswith(".experts")]
+    plan |= {
+        f"{name}.{part}": TYPES[forms[i % len(forms)]]
+        for name in of_experts
+        for i, part in enumerate(("gate_up_proj", "down_proj"))
+    }
     if tied:
         plan["lm_head.weight"] = plan["model.embed_tokens.weight"]
     for name, module in replace_with_gguf_modules(model, plan, kernels._gguf_kernel, torch.float32).items():
+        if type(module) is gguf_class("GgufExperts"):
+            part = name.rpartition(".")[2]
+            experts, outputs, _ = getattr(module, part).shape
+            inputs = module.hidden_dim if part == "gate_up_proj" else module.intermediate_dim
+            blocks = made(GGML_NAME[plan[name]], experts * outputs, inputs).view(experts, outputs, -1)
+            setattr(module, part, torch.nn.Parameter(blocks, requires_grad=False))
+            continue
         inputs = getattr(module, "in_features", None) or module.embedding_dim
         blocks = made(GGML_NAME[plan[name]], len(module.weight), inputs)
         module.weight = torch.nn.Parameter(blocks, requires_grad=False)
@@ -142,11 +163,22 @@ def in_blocks(model, forms: list[str]):
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-@pytest.mark.parametrize("forms", [["Q4_K", "Q6_K"], ["Q8_0"], ["Q4_0", "Q5_K", "Q4_1"]], ids="-".join)
+OF_FAMILIES = {
+    "qwen3_5_moe_text": {
+        "moe_intermediate_size": 256,
+        "shared_expert_intermediate_size": 256,
+        "linear_value_head_dim": 64,
+    }
+}
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", *OF_FAMILIES])
+@pytest.mark.parametrize(
+    "forms", [["Q4_K", "Q6_K"], ["Q8_0"], ["Q4_0", "Q5_K", "Q4_1"], ["Q2_K", "IQ4_NL", "Q3_K", "IQ4_XS"]], ids="-".join
+)
 def test_texts_are_those_of_the_model_itself(family, forms):
     with kernel_for_cpus():
-        model = in_blocks(tiny_model(family, **SIZES), forms)
+        model = in_blocks(tiny_model(family, **SIZES, **OF_FAMILIES.get(family, {})), forms)
         prompts = [torch.randint(3, 97, (1, n)) for n in (1, 9, 70)]
         settings = [GREEDY, GREEDY | {"do_sample": True, "top_k": 20}]
         expected, found = [], []
@@ -173,14 +205,15 @@ def test_a_block_that_was_written_to_is_seen_by_the_next_pass():
         assert after == lookahead.unwrap(model).generate(prompt, **GREEDY).tolist()
 
 
-def test_forms_that_our_kernels_do_not_read_are_left_to_the_model():
+def test_forms_that_our_kernels_do_not_read_are_left_to_the_model(monkeypatch):
+    monkeypatch.setitem(HALVES, "IQ3_S", [0])
     with kernel_for_cpus():
         model = in_blocks(tiny_model("llama", **SIZES), ["Q8_0"])
         layer = model.model.layers[0].mlp.up_proj
-        layer.ggml_type = TYPES["Q2_K"]
-        blocks = made("Q2_K", layer.out_features, layer.in_features)
+        layer.ggml_type = TYPES["IQ3_S"]
+        blocks = made("IQ3_S", layer.out_features, layer.in_features)
         layer.weight = torch.nn.Parameter(blocks, requires_grad=False)
         expected = model.generate(torch.arange(3, 12)[None], **GREEDY).tolist()
         lookahead.wrap(model)
         assert model.generate(torch.arange(3, 12)[None], **GREEDY).tolist() == expected
-        assert "Q2_K, a form of GGUF that our kernels do not read" in model.lookahead.report()
+        assert "IQ3_S, a form of GGUF that our kernels do not read" in model.lookahead.report()
