@@ -91,3 +91,20 @@ class Conversion:
             if converted == self.name_of(name) and is_whole and (np.sort(order[:, 0]) == numbers[:, 0]).all():
                 return order[:, 0]
         return None
+
+    def part_of(self, name: str) -> tuple[str, int, int] | None:
+        """The parameter that takes a tensor of matrices, which part of its rows they become, and of how many parts.
+
+        None if something else is done to them.
+        """
+        numbers, found = np.arange(1, 25, dtype=np.float32).reshape(2, 3, 4), dict[str, Any]()
+        with suppress(Exception):  # what is done to tensors of other shapes may fail
+            self.convert(name, numbers, found)
+            ((parameter, taken),) = found.items()
+            of = taken.shape[1] // 3
+            for part in range(of):
+                alone = np.zeros((2, of, 3, 4), np.float32)
+                alone[:, part] = numbers
+                if np.array_equal(taken, alone.reshape(2, -1, 4)):
+                    return parameter, part, of
+        return None

@@ -3,7 +3,7 @@
 transformers has such modules, too. They need a kernel that is published for the device; for CPUs there is none.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,33 +22,63 @@ def unpacked(blocks: torch.Tensor, form: Format) -> torch.Tensor:
 
 
 class _InBlocks(nn.Module):
-    """A module whose weight is in blocks. Its state dict has the numbers, as that of any other model has."""
+    """A module whose weights are in blocks. Its state dict has the numbers, as that of any other model has."""
 
-    weight: nn.Parameter
-    form: Format
+    parts: Mapping[str, Sequence[str]] = {"weight": ("weight",)}
+    """Of each weight that other models have, the parameters here whose rows it has, one after the other."""
+    forms: Mapping[str, Format]
+    """Of each parameter in blocks."""
 
-    def __init__(self) -> None:
+    def __init__(self, **forms: Format) -> None:
         super().__init__()
+        self.forms = forms
         self.register_state_dict_post_hook(_save_numbers)
         self.register_load_state_dict_pre_hook(_load_numbers)
+
+    @property
+    def form(self) -> Format:
+        """Of the one weight, where there is one."""
+        return self.forms["weight"]
+
+    def numbers(self, name: str) -> torch.Tensor:
+        """A weight of other models, unpacked: float32 [..., outputs, inputs]."""
+        parts = [unpacked(getattr(self, part).detach(), self.forms[part]) for part in self.parts[name]]
+        return torch.cat(parts, -2)
 
 
 def _save_numbers(module: _InBlocks, state: dict[str, Any], prefix: str, metadata: object) -> None:
     """Put the numbers of a module into a state dict, in the place of its blocks."""
-    state[f"{prefix}weight"] = unpacked(module.weight.detach(), module.form)
+    for name, parts in module.parts.items():
+        for part in parts:
+            del state[f"{prefix}{part}"]
+        state[f"{prefix}{name}"] = module.numbers(name)
 
 
 def _load_numbers(
     module: _InBlocks, state: dict[str, Any], prefix: str, metadata: object, strict: bool, *messages: list[str]
 ) -> None:
     """Let a module keep its blocks if the numbers in a state dict are theirs; else this is an error."""
-    given, name = state.get(f"{prefix}weight"), f"{prefix}weight"
-    if given is None or (given.dtype, given.shape) == (torch.uint8, module.weight.shape):
-        return
-    state[name] = module.weight  # copied to itself, which writes to no page of the file
-    numbers = unpacked(module.weight.detach(), module.form)
-    if given.shape != numbers.shape or not torch.equal(given.to(numbers), numbers):
-        messages[-1].append(f"{name} is in blocks of {module.form.name}, which cannot hold these numbers")
+    for name, parts in module.parts.items():
+        given, whole = state.get(f"{prefix}{name}"), f"{prefix}{name}"
+        if given is None or (given.dtype, given.shape) == (torch.uint8, getattr(module, parts[0]).shape):
+            continue
+        del state[whole]
+        for part in parts:
+            state[f"{prefix}{part}"] = getattr(module, part)  # copied to itself, which writes to no page of the file
+        numbers = module.numbers(name)
+        if given.shape != numbers.shape or not torch.equal(given.to(numbers), numbers):
+            forms = " and ".join(sorted({module.forms[part].name for part in parts}))
+            messages[-1].append(f"{whole} is in blocks of {forms}, which cannot hold these numbers")
+
+
+def _multiply(input: torch.Tensor, linear: Linear) -> torch.Tensor:
+    """What a layer in blocks makes of an input. Where our kernel does not serve, they are unpacked in each call."""
+    from lookahead.cpu import gemm  # passes in one call need it not
+
+    if gemm.serves_blocks(input, linear):
+        return gemm.multiply(input, [linear])[0]
+    assert linear.blocks is not None
+    return nn.functional.linear(input, unpacked(linear.weight, linear.blocks).to(input.dtype), linear.bias)
 
 
 class BlocksLinear(_InBlocks):
@@ -60,19 +90,49 @@ class BlocksLinear(_InBlocks):
 
     def __init__(self, weight: nn.Parameter, form: Format, bias: nn.Parameter | None = None):
         """weight: uint8 [outputs, bytes of a row], of this form. bias: float32 [outputs], or None."""
-        super().__init__()
-        self.weight, self.form, self.bias = weight, form, bias
+        super().__init__(weight=form)
+        self.weight, self.bias = weight, bias
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        from lookahead.cpu import gemm  # passes in one call need it not
-
-        linear = Linear(self.weight, None, self.bias, blocks=self.form)
-        if gemm.serves_blocks(input, linear):
-            return gemm.multiply(input, [linear])[0]
-        return nn.functional.linear(input, unpacked(self.weight, self.form).to(input.dtype), self.bias)
+        return _multiply(input, Linear(self.weight, None, self.bias, blocks=self.form))
 
     def extra_repr(self) -> str:
         return f"{self.form.name}, bias={self.bias is not None}"
+
+
+class BlocksExperts(_InBlocks):
+    """Experts whose weights are in blocks, as a file has them: gates and what they are multiplied by lie apart.
+
+    It computes what the experts of Qwen2-MoE, Qwen3-MoE and MiniMax-M2 compute.
+    """
+
+    parts: Mapping[str, Sequence[str]] = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+    down_proj: nn.Parameter
+
+    def __init__(self, act_fn: nn.Module, **weights: tuple[nn.Parameter, Format]):
+        """weights: gate_proj, up_proj and down_proj, uint8 [experts, outputs, bytes of a row], and their forms."""
+        super().__init__(**{name: form for name, (_, form) in weights.items()})
+        self.act_fn = act_fn
+        for name, (blocks, _) in weights.items():
+            setattr(self, name, blocks)
+
+    def linears(self, name: str) -> list[Linear]:
+        """A layer of each expert, where the blocks lie."""
+        return [Linear(blocks, blocks=self.forms[name]) for blocks in getattr(self, name).detach()]
+
+    def forward(self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """x: [rows, width]. experts, weights: [rows, top_k], those of each row."""
+        out = torch.zeros_like(x)
+        layers = [self.linears(name) for name in ("gate_proj", "up_proj", "down_proj")]
+        for expert in experts.unique().tolist():
+            gate, up, down = (of_all[expert] for of_all in layers)
+            rows, places = torch.where(experts == expert)
+            inner = self.act_fn(_multiply(x[rows], gate)) * _multiply(x[rows], up)
+            out.index_add_(0, rows, (_multiply(inner, down) * weights[rows, places, None]).to(out.dtype))
+        return out
+
+    def extra_repr(self) -> str:
+        return f"{len(self.down_proj)} in " + ", ".join(form.name for form in self.forms.values())
 
 
 class BlocksEmbedding(_InBlocks):
@@ -82,8 +142,8 @@ class BlocksEmbedding(_InBlocks):
 
     def __init__(self, weight: nn.Parameter, form: Format, embed_scale: torch.Tensor | None = None):
         """weight: uint8 [tokens, bytes of a row], of this form. embed_scale: what rows are multiplied by, or None."""
-        super().__init__()
-        self.weight, self.form, self.dtype = weight, form, torch.float32
+        super().__init__(weight=form)
+        self.weight, self.dtype = weight, torch.float32
         self.register_buffer("embed_scale", embed_scale, persistent=False)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "BlocksEmbedding":

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from lookahead.compat.gguf import Conversion, config_of, has_conversions
 from lookahead.cpu import native
 from lookahead.cpu.executor import serves
-from lookahead.cpu.gguf import BlocksEmbedding, BlocksLinear
+from lookahead.cpu.gguf import BlocksEmbedding, BlocksExperts, BlocksLinear
 from lookahead.cpu.products import Format
 from lookahead.models.families import UnknownModelError, page_of
 
@@ -26,6 +26,7 @@ _SETTINGS = {"general.alignment": 32, "general.architecture": None}
 """What the metadata say of the file itself, and what holds if they do not."""
 _KINDS = {kind.value: kind for kind in GGMLQuantizationType}
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_EXPERTS = "Qwen2MoeExperts", "Qwen3MoeExperts", "MiniMaxM2Experts"  # whose place BlocksExperts can take
 _MOST_DIMENSIONS = 4  # GGML_MAX_DIMS
 _TEXT, _ARRAY = 8, 9  # types of metadata that have no fixed size
 
@@ -35,7 +36,8 @@ def load_gguf(path: str | os.PathLike) -> PreTrainedModel:
 
     The file is mapped, not read, so it must stay as it is while the model is used. Its numbers are those that
     ``AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32)`` unpacks. Tensors that our
-    kernels cannot read, and those that are more than reordered on their way to the model, are unpacked. So is the whole
+    kernels cannot read, and those that are more than reordered on their way to the model, are unpacked; experts of
+    Qwen2-MoE, Qwen3-MoE and MiniMax-M2 stay in blocks, too. So is the whole
     model if blocks would keep its passes from being one call: without our C++, in a family without a page, and where
     transformers converts a file by rules of its own (Qwen3.5 and LFM2 from 5.24 on).
 
@@ -71,9 +73,10 @@ def _in_blocks(file: "_File", path: Path) -> PreTrainedModel:
     conversion = Conversion(model, file.architecture, config)
     mapped = torch.from_file(str(path), size=path.stat().st_size, dtype=torch.uint8)
     numbers: dict[str, torch.Tensor] = {}
+    kept = _keep_experts(model, conversion, file, mapped)
     for name, tensor in file.tensors.items():
         blocks = file.blocks(mapped, tensor)
-        if not _keep(model, conversion, name, blocks, tensor):
+        if name not in kept and not _keep(model, conversion, name, blocks, tensor):
             parameter, values = conversion.convert(name, dequantize(blocks.numpy(), tensor.kind), numbers)
             if parameter is not None:
                 numbers[parameter] = torch.from_numpy(np.array(values, np.float32))
@@ -113,6 +116,42 @@ def _keep(model: nn.Module, conversion: Conversion, name: str, blocks: torch.Ten
         place, BlocksEmbedding(kept, form, scale) if is_table else BlocksLinear(kept, form, module.bias)
     )
     return True
+
+
+def _keep_experts(model: nn.Module, conversion: Conversion, file: "_File", mapped: torch.Tensor) -> set[str]:
+    """Put modules that keep blocks into the places of experts, where all of a layer can. Return what they hold."""
+    found: dict[str, dict[tuple[str, int, int], str]] = {}
+    for name, tensor in file.tensors.items():
+        if tensor.kind.name in Format.__members__ and len(tensor.shape) == 3:
+            parameter, part, of = conversion.part_of(name) or ("", 0, 0)
+            place, _, weight = parameter.rpartition(".")
+            found.setdefault(place, {})[weight, part, of] = name
+    kept: set[str] = set()
+    for place, names in found.items():
+        module: Any = model.get_submodule(place)
+        parts = {
+            "gate_proj": ("gate_up_proj", 0, 2),
+            "up_proj": ("gate_up_proj", 1, 2),
+            "down_proj": ("down_proj", 0, 1),
+        }
+        if type(module).__name__ not in _EXPERTS or names.keys() != set(parts.values()):
+            continue
+        tensors = {name: file.tensors[names[part]] for name, part in parts.items()}
+        count, width, inner = module.down_proj.shape
+        shapes = {
+            "gate_proj": (count, inner, width),
+            "up_proj": (count, inner, width),
+            "down_proj": (count, width, inner),
+        }
+        if any(tensors[name].shape != shape for name, shape in shapes.items()):
+            continue
+        weights = {
+            name: (nn.Parameter(file.blocks(mapped, tensor), requires_grad=False), Format[tensor.kind.name])
+            for name, tensor in tensors.items()
+        }
+        model.set_submodule(place, BlocksExperts(module.act_fn, **weights))
+        kept.update(names.values())
+    return kept
 
 
 class _Tensor(NamedTuple):

@@ -6,7 +6,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from gguf_memory import HALVES, random_blocks
+from gguf_blocks import HALVES, Kind, random_blocks
 from hypothesis import Phase, given, note, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
@@ -15,13 +15,12 @@ from zoo import tiny_model
 import lookahead
 from lookahead.compat import gguf as compat
 from lookahead.cpu import native
-from lookahead.cpu.gguf import BlocksEmbedding, BlocksLinear, unpacked
+from lookahead.cpu.gguf import BlocksEmbedding, BlocksExperts, BlocksLinear, unpacked
 from lookahead.cpu.products import Format
 from lookahead.passes.packed import packed_of
 
-Kind = gguf.GGMLQuantizationType
 KINDS = [Kind[name] for name in HALVES]
-READ = [kind for kind in KINDS if kind.name != "Q5_0"]  # by our kernels
+SIZE_OF = {kind: gguf.GGML_QUANT_SIZES[kind][0] for kind in Kind}
 FAMILIES = ["llama", "qwen2", "qwen3", "gemma2", "gemma3_text"]
 SIZES = {"hidden_size": 256, "intermediate_size": 512}
 """What whole blocks divide."""
@@ -30,14 +29,37 @@ IN_FILES = {
     "hidden_size": "embedding_length", "intermediate_size": "feed_forward_length",
     "num_attention_heads": "attention.head_count", "num_key_value_heads": "attention.head_count_kv",
     "rms_norm_eps": "attention.layer_norm_rms_epsilon", "head_dim": "attention.key_length",
-    "sliding_window": "attention.sliding_window", "vocab_size": "vocab_size",
+    "sliding_window": "attention.sliding_window", "vocab_size": "vocab_size", "num_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
 }  # fmt: skip
+ARCHITECTURES = {"qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "minimax_m2": "minimax-m2"}
+MIXTURES = {
+    "qwen2_moe": {"moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632},
+    "qwen3_moe": {"moe_intermediate_size": 768, "head_dim": 64},
+    "minimax_m2": {"head_dim": 64},
+}
+"""With the widths of experts that transformers takes them to have, whatever the file says."""
+
+
+def as_in_files(parameter, weight):
+    """Yield the tensors that a parameter is in a file, by the names that gguf knows."""
+    if "experts.gate_up_proj" in parameter:
+        for part, numbers in zip(("gate", "up"), weight.chunk(2, 1), strict=True):
+            yield parameter.replace("gate_up_proj", f"{part}_proj.weight"), numbers
+    elif "experts.down_proj" in parameter:
+        yield f"{parameter}.weight", weight
+    elif "shared_expert_gate" in parameter:
+        yield parameter, weight[0]
+    elif "e_score_correction" in parameter:
+        yield parameter.replace("_correction_bias", "_correction.bias"), weight
+    else:
+        yield parameter, 8 * weight if parameter.endswith("mlp.gate.weight") else weight  # experts differ more
 
 
 def write(path, model, kinds, seed=0):
     """Write a tiny model to a file: matrices in random blocks of these kinds in turn, all else as it is."""
     config, random = model.config, np.random.default_rng(seed)
-    architecture = config.model_type.removesuffix("_text")
+    architecture = ARCHITECTURES.get(config.model_type, config.model_type.removesuffix("_text"))
     writer = gguf.GGUFWriter(path, architecture)
     for name, in_file in IN_FILES.items():
         if (value := getattr(config, name, None)) is not None:
@@ -46,13 +68,15 @@ def write(path, model, kinds, seed=0):
     writer.add_token_list([f"<{i}>" for i in range(config.vocab_size)])
     architecture = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names, matrices = gguf.get_tensor_name_map(architecture, config.num_hidden_layers), 0
-    for parameter, weight in model.state_dict().items():
+    for parameter, weight in (found for of_model in model.state_dict().items() for found in as_in_files(*of_model)):
         name = names.get_name(parameter, try_suffixes=(".weight", ".bias"))
         if name is None or (parameter == "lm_head.weight" and config.tie_word_embeddings):
             continue
-        if weight.ndim == 2:
-            kind = kinds[matrices % len(kinds)]
-            writer.add_tensor(name, random_blocks(kind, *weight.shape, random, 0.05), raw_dtype=kind)
+        if weight.ndim > 1 and "gate_inp" not in name:
+            *_, inputs = weight.shape
+            kind = next(kind for kind in (*kinds[matrices % len(kinds) :], Kind.Q8_0) if inputs % SIZE_OF[kind] == 0)
+            blocks = random_blocks(kind, weight.numel() // inputs, inputs, random, 0.05)
+            writer.add_tensor(name, blocks.reshape(*weight.shape[:-1], -1), raw_dtype=kind)
             matrices += 1
         else:
             writer.add_tensor(name, weight.numpy() + ("gemma" in config.model_type and "norm" in name))
@@ -82,6 +106,12 @@ def weights_of(model):
     for name, module in model.named_modules():
         if isinstance(module, (BlocksLinear, BlocksEmbedding)):
             found[f"{name}.weight"] = unpacked(module.weight, module.form)
+        if isinstance(module, BlocksExperts):
+            gate, up, down = (
+                torch.stack([unpacked(one.weight, one.blocks) for one in module.linears(f"{part}_proj")])
+                for part in ("gate", "up", "down")
+            )
+            found |= {f"{name}.gate_up_proj": torch.cat([gate, up], 1), f"{name}.down_proj": down}
     return found
 
 
@@ -115,8 +145,39 @@ def test_the_model_is_the_one_that_transformers_unpacks(tmp_path_factory, family
     assert family == "gemma2" or "passes: fused" in model.lookahead.report()  # its passes need eager attention
 
 
+def mixture(family):
+    return tiny_model(family, **{**SIZES, "num_hidden_layers": 2, "n_shared_experts": None, **MIXTURES[family]})
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+@settings(max_examples=4, deadline=None, phases=set(Phase) - {Phase.shrink})
+@given(
+    kinds=st.lists(st.sampled_from(KINDS), min_size=1, max_size=4),
+    seed=st.integers(0, 99),
+)
+def test_experts_stay_in_blocks(tmp_path_factory, family, kinds, seed):
+    note(f"{family=} {kinds=} {seed=}")
+    path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
+    write(path, mixture(family), kinds, seed)
+    plain, model = by_transformers(path), lookahead.load_gguf(path)
+    experts = [module for module in model.modules() if isinstance(module, BlocksExperts)]
+    assert len(experts) == 2
+    places = {getattr(one, name).untyped_storage().data_ptr() for one in experts for name in one.forms}
+    assert len(places) == 1, "they lie in the file"
+    expected, found = weights_of(plain), weights_of(model)
+    assert found.keys() == expected.keys()
+    for name, weight in expected.items():
+        assert torch.equal(found[name], weight), name
+    wanted = texts(plain)
+    assert texts(model) == wanted
+    lookahead.wrap(model)
+    assert texts(model) == wanted
+    assert "passes: fused" in model.lookahead.report()
+    assert packed_of(model).copied_bytes == 0
+
+
 def test_weights_stay_where_the_file_is(tmp_path):
-    write(tmp_path / "tiny.gguf", tiny_model("qwen3", **SIZES, head_dim=128), READ)
+    write(tmp_path / "tiny.gguf", tiny_model("qwen3", **SIZES, head_dim=128), KINDS)
     model = lookahead.load_gguf(tmp_path / "tiny.gguf")
     weights = [module.weight for module in model.modules() if isinstance(module, (BlocksLinear, BlocksEmbedding))]
     assert len({weight.untyped_storage().data_ptr() for weight in weights}) == 1
@@ -125,8 +186,9 @@ def test_weights_stay_where_the_file_is(tmp_path):
     assert "MB read from the blocks of a GGUF file" in model.lookahead.report()
 
 
-def test_blocks_of_other_kinds_are_unpacked(tmp_path):
-    write(tmp_path / "tiny.gguf", tiny_model("llama", **SIZES), [Kind.Q5_0])
+def test_blocks_of_other_kinds_are_unpacked(tmp_path, monkeypatch):
+    monkeypatch.setitem(HALVES, "TQ2_0", [64])
+    write(tmp_path / "tiny.gguf", tiny_model("llama", **SIZES), [Kind.TQ2_0])
     model = lookahead.load_gguf(tmp_path / "tiny.gguf")
     assert not any(isinstance(module, (BlocksLinear, BlocksEmbedding)) for module in model.modules())
 
@@ -164,8 +226,9 @@ def test_a_torn_file_is_refused(tmp_path):
             lookahead.load_gguf(path)
 
 
-def test_a_saved_model_is_the_one_that_transformers_unpacks(tmp_path):
-    write(tmp_path / "tiny.gguf", tiny_model("qwen2", **SIZES), READ)
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
+def test_a_saved_model_is_the_one_that_transformers_unpacks(tmp_path, family):
+    write(tmp_path / "tiny.gguf", mixture(family) if family in MIXTURES else tiny_model(family, **SIZES), KINDS)
     plain, model = by_transformers(tmp_path / "tiny.gguf"), lookahead.load_gguf(tmp_path / "tiny.gguf")
     lookahead.wrap(model).save_pretrained(tmp_path / "saved")
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
@@ -181,12 +244,15 @@ def test_a_saved_model_is_the_one_that_transformers_unpacks(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("family", ["qwen2", "gemma3_text"])
+@pytest.mark.parametrize("family", ["qwen2", "gemma3_text", "qwen3_moe"])
 def test_a_model_in_blocks_is_cast_as_any_other(tmp_path, family, dtype):
-    write(tmp_path / "tiny.gguf", tiny_model(family, **SIZES, head_dim=64), READ)
+    tiny = mixture(family) if family in MIXTURES else tiny_model(family, **SIZES, head_dim=64)
+    write(tmp_path / "tiny.gguf", tiny, KINDS)
     plain, model = by_transformers(tmp_path / "tiny.gguf"), lookahead.load_gguf(tmp_path / "tiny.gguf")
     wrapped, ids = lookahead.wrap(lookahead.load_gguf(tmp_path / "tiny.gguf")), torch.arange(3, 30)[None]
     wrapped.generate(ids, max_new_tokens=4)
+    if family in MIXTURES:
+        plain.set_experts_implementation("eager")  # the other one takes no float64
     with torch.no_grad():
         expected, found = plain.to(dtype)(ids).logits, model.to(dtype)(ids).logits
     assert found.dtype == dtype

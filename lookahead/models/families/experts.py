@@ -7,6 +7,7 @@ from torch import nn
 
 from lookahead.compat.gguf import gguf_class
 from lookahead.cpu.experts import Experts
+from lookahead.cpu.gguf import BlocksExperts
 from lookahead.cpu.operations import Activation, Value
 from lookahead.cpu.products import Linear
 from lookahead.models.families.gguf import form_of
@@ -36,14 +37,19 @@ def operation(
     experts' first layers. is_transposed: their weights lie so. settings: further ones of `Experts`.
     """
     page.own(router, suffix)
-    if type(experts) is not gguf_class("GgufExperts"):
+    is_in_file = type(experts) is BlocksExperts
+    if is_in_file or type(experts) is gguf_class("GgufExperts"):
+        page._check(experts)
+    else:
         page.own(experts, "Experts")
     if routing is None:
         routing = Linear(router.weight, None, getattr(router, "bias", None))
     of = [] if in_float32 else [routing]
     is_transposed = getattr(experts, "is_transposed", is_transposed)
-    for both, back in zip(*(_of_each(page, experts, name, is_transposed) for name in (into, "down_proj")), strict=True):
-        of += both, back
+    names = ("gate_proj", "up_proj", "down_proj") if is_in_file else (into, "down_proj")
+    for layers in zip(*(_of_each(experts, name, is_transposed) for name in names), strict=True):
+        of += layers
+    settings |= {"is_apart": True} if is_in_file else {}
     settings |= {"router": routing.weight.float() if in_float32 else None}
     settings |= {"correction": None if correction is None else correction.detach().float().flatten()}
     is_silu = "limit" in settings or experts.act_fn is nn.functional.silu
@@ -52,11 +58,13 @@ def operation(
     return Experts(x, Value(x.width), *fields, **settings)
 
 
-def _of_each(page: Page, experts: Any, name: str, is_transposed: bool) -> list[Linear]:
+def _of_each(experts: Any, name: str, is_transposed: bool) -> list[Linear]:
     """A linear layer of each expert. Where they have biases, and in some families, their weights lie transposed."""
+    if type(experts) is BlocksExperts:
+        return experts.linears(name)
     weights, biases = getattr(experts, name).detach(), getattr(experts, f"{name}_bias", None)
     if type(experts) is gguf_class("GgufExperts"):
-        form = form_of(getattr(page._check(experts), name.replace("_proj", "_type")))
+        form = form_of(getattr(experts, name.replace("_proj", "_type")))
         return [Linear(weight, blocks=form) for weight in weights]
     if biases is None:
         return [Linear(weight.T if is_transposed else weight) for weight in weights]
