@@ -29,6 +29,7 @@ from pathlib import Path
 
 import click
 import torch
+from torch import nn
 from transformers import BatchEncoding, PreTrainedModel
 
 import lookahead
@@ -64,25 +65,27 @@ def bytes_of(weight: torch.Tensor) -> int:
     return sum(bytes_of(getattr(weight, name)) for name in names) or weight.nbytes
 
 
-def bytes_read(model: PreTrainedModel) -> int:
-    """Bytes of the weights that a pass of one row reads: all but an embedding that is no output layer, and experts that
-    are not chosen."""
+def bytes_read(model: PreTrainedModel, rows: int = 1) -> float:
+    """Bytes of the weights that a pass of so many rows reads: all but embeddings that are no output layer, and experts
+    that no row chooses. Rows are taken to choose at random, so this is a mean."""
     chosen = getattr(model.config.get_text_config(decoder=True), "num_experts_per_tok", None)
-    embedding, projection = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    size = 0
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    looked_up = {id(module.weight) for module in (*embeddings, model.get_input_embeddings())}
+    looked_up.discard(id(model.get_output_embeddings().weight))
+    size = 0.0
     for name, weight in model.named_parameters():
-        if weight is embedding and weight is not projection:
-            continue
-        size += bytes_of(weight) * chosen // len(weight) if ".experts." in name else bytes_of(weight)
+        if id(weight) not in looked_up:
+            left_out = (1 - chosen / len(weight)) ** rows if ".experts." in name else 0
+            size += bytes_of(weight) * (1 - left_out)
     return size
 
 
 def reading(model: PreTrainedModel) -> dict:
-    """Return `bytes_read`, and the seconds that memory takes to read so much in sequence.
+    """Return `bytes_read` by a pass of one row, and the seconds that memory takes to read so much in sequence.
 
     The time is the best of ten sums over up to 1 GiB of numbers.
     """
-    size = bytes_read(model)
+    size = round(bytes_read(model))
     numbers = torch.ones(min(size, 2**30) // 4, device=model.device)
     seconds = min(waited(numbers.sum, model.device) for _ in range(10))
     return {"bytes": size, "seconds": seconds * size / numbers.nbytes}

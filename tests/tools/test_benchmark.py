@@ -236,7 +236,16 @@ def test_a_pass_reads_the_chosen_experts():
     chosen = left_out * model.config.num_experts_per_tok // model.config.num_local_experts
     embedding = model.get_input_embeddings().weight.nbytes
     assert 0 < chosen < left_out
-    assert benchmark.bytes_read(model) == 4 * model.num_parameters() - embedding - left_out + chosen
+    rest = 4 * model.num_parameters() - embedding - left_out
+    assert benchmark.bytes_read(model) == rest + chosen
+    assert rest + chosen < benchmark.bytes_read(model, 2) < rest + 2 * chosen
+    assert benchmark.bytes_read(model, 10**6) == rest + left_out
+
+
+def test_a_pass_looks_up_all_embeddings():
+    model = tiny_model("gemma4_text")
+    tables = model.get_input_embeddings().weight.nbytes + model.model.embed_tokens_per_layer.weight.nbytes
+    assert benchmark.bytes_read(model) == 4 * model.num_parameters() - tables
 
 
 @pytest.mark.parametrize("line", ["not json", '{"turns": ["x"]}', '{"question_id": 1, "category": "a", "turns": []}'])
