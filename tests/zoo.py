@@ -38,6 +38,7 @@ GPT = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256, "n_inner": 4
 
 _VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 16}
 _VISION_OF_QWEN = {"depth": 1, "num_heads": 2, "out_hidden_size": 32}
+_UNDROPPED = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 _AUDIO = {"d_model": 32, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 32, "output_dim": 32}
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": "auto", "mamba_n_groups": 2, "mamba_d_state": 8, "mamba_expand": 2}
 DELTA = {
@@ -205,6 +206,10 @@ ALIKE = {
     "deepseek_v3": {**LATENT, **GROUPED},
     "glm4_moe_lite": {**LATENT, **GROUPED, "mlp_layer_types": ["dense", "sparse"]},
     "axk1": {**LATENT, **GROUPED, "mlp_layer_types": ["dense", "sparse"]},
+    "longcat_flash": {
+        **{**LATENT, "n_routed_experts": 6, "zero_expert_num": 3, "num_experts_per_tok": 3},
+        **{"expert_ffn_hidden_size": 32, "routed_scaling_factor": 2.5, "head_dim": 8},
+    },
     "youtu": LATENT,
     "codegen": {**GPT, "rotary_dim": 4},
     "nanochat": {"final_logit_softcapping": 15.0},
@@ -285,6 +290,7 @@ ALIKE = {
         **{"layer_types": ["linear_attention", "sliding_attention", "full_attention"], "sliding_window": WINDOW},
     },
     "big_bird": {"attention_type": "original_full"},
+    "git": {"vision_config": {**_VISION, "image_size": 16, "patch_size": 8}, **_UNDROPPED},
     "xmod": {"languages": ["de_DE", "en_XX"], "default_language": "en_XX", "adapter_reduction_factor": 1},
 }
 BERTS = {
@@ -292,7 +298,7 @@ BERTS = {
     "roberta-prelayernorm", "xlm-roberta-xl", "megatron-bert", "rembert", "big_bird", "roc_bert",
     "xmod",
 }  # fmt: skip
-_DECODER = {"is_decoder": True, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+_DECODER = {"is_decoder": True, **_UNDROPPED}
 ALIKE |= {family: ALIKE.get(family, {}) | _DECODER for family in BERTS}
 # Of models that take images, too: the model type of their text side, and further settings.
 WITH_IMAGES: dict[str, tuple[str, dict]] = {
@@ -314,6 +320,16 @@ WITH_IMAGES: dict[str, tuple[str, dict]] = {
     "gemma4": (
         "gemma4_text",
         {"vision_config": _VISION, "image_token_id": 97, "video_token_id": 98, "audio_token_id": 99},
+    ),
+    "paligemma": (
+        "gemma",
+        {
+            "vision_config": {
+                **{**_VISION, "model_type": "siglip_vision_model", "projection_dim": 32},
+                **{"image_size": 16, "patch_size": 8},
+            },
+            **{"image_token_id": VOCABULARY, "projection_dim": 32},
+        },
     ),
     "fuyu": ("persimmon", {"patch_size": 4}),
     "got_ocr2": ("qwen2", {"vision_config": {**_VISION, "mlp_dim": 32, "output_channels": 32, "image_size": 32}}),

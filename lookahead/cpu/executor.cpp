@@ -72,6 +72,7 @@ constexpr int SPINS = 2048;       // 0.1 ms where a pause takes 140 cycles, a te
     FIELD(long, ranks_scores)  /* their scores, not their weights */                                    \
     FIELD(long, weighs_inputs) /* weights multiply what experts read, not what they give */             \
     FIELD(long, is_apart)    /* gates of experts have a product of their own */                         \
+    FIELD(long, identities)  /* experts behind the others that give what they read */                   \
     FIELD(long, is_sigmoid)  /* they are sigmoids, and no softmax */                                    \
     FIELD(long, groups)      /* of experts, */                                                          \
     FIELD(long, top_groups)  /* and those of which a row chooses, */                                    \
@@ -1052,7 +1053,8 @@ struct Thread {
     template <long ACTIVATION>
     void experts(const Operation<T>& of) {
         const auto* const router = (const Product<T>*)of.products;
-        const long each = 2 + of.is_apart, experts = (of.count - 1) / each, width = of.width;
+        const long each = 2 + of.is_apart, width = of.width;
+        const long mlps = (of.count - 1) / each, experts = mlps + of.identities;
         const long inner = router[1].matrix.outputs >> (of.is_gated && !of.is_apart);
         const T *const x = buffer(of.x), *const routed = of.y < 0 ? x : buffer(of.y);
         T *const scores = buffer(of.temporary[0]), *const gathered = buffer(of.temporary[1]);
@@ -1069,7 +1071,7 @@ struct Thread {
         }
         choose(of, scores, experts, choices, begins);
         const long begin = share(inner, index), n = share(inner, index + 1) - begin;
-        for (long e = 0; e < experts && n; e++) {
+        for (long e = 0; e < mlps && n; e++) {
             const long first = begins[e], rows = begins[e + 1] - first;
             if (!rows) continue;
             for (long i = 0; i < rows; i++) {
@@ -1100,7 +1102,7 @@ struct Thread {
         }
         meet();
         const long begin_out = share(width, index), end_out = share(width, index + 1);
-        for (long e = 0; e < experts && begin_out < end_out; e++) {
+        for (long e = 0; e < mlps && begin_out < end_out; e++) {
             const long first = begins[e], rows = begins[e + 1] - first;
             if (!rows) continue;
             const Product<T>* const back = router + each * (e + 1);
@@ -1113,9 +1115,10 @@ struct Thread {
         std::fill(out, out + pass.rows * width, T{});
         for (long i = 0; i < begins[experts]; i++) {
             T* const to = out + choices[i].row * width;
-            const float weight = of.weighs_inputs ? 1 : choices[i].weight;
-            for (long j = 0; j < width; j++)
-                store(number(to[j]) + rounded_to<T>(weight * number(products[i * width + j])), to + j);
+            const bool is_mlp = i < begins[mlps];
+            const T* const given = is_mlp ? products + i * width : x + choices[i].row * width;
+            const float weight = of.weighs_inputs && is_mlp ? 1 : choices[i].weight;
+            for (long j = 0; j < width; j++) store(number(to[j]) + rounded_to<T>(weight * number(given[j])), to + j);
         }
     }
 

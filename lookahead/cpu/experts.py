@@ -31,7 +31,8 @@ class Experts(Operation):
     those left whose scores s are near its own s': (s' - s) / max(|s|, s') <= nearness (SparseMixer, Liu et al. 2024,
     arXiv 2409.12136). cap: the router's products s become cap * tanh(s / cap), unless it is 0. ranks_scores: experts
     are chosen by what the router gives, corrected, and not by their weights. weighs_inputs: weights multiply what
-    experts read, which is rounded then, and not what they give.
+    experts read, which is rounded then, and not what they give. identities: so many experts behind the others have no
+    layers, and give what they read (LongCat-Flash, arXiv 2509.01322).
     """
 
     x: Value
@@ -56,6 +57,7 @@ class Experts(Operation):
     ranks_scores: bool = False
     weighs_inputs: bool = False
     is_apart: bool = False
+    identities: int = 0
     correction: torch.Tensor | None = None
     router: torch.Tensor | None = None
     scales: torch.Tensor | None = None
@@ -83,7 +85,7 @@ class Experts(Operation):
     @property
     def count(self) -> int:
         """How many experts there are."""
-        return len(self.experts) // self.each
+        return len(self.experts) // self.each + self.identities
 
     @property
     def inner(self) -> int:

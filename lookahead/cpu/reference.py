@@ -379,6 +379,9 @@ class Reference:
         out = torch.zeros_like(x)
         for expert in chosen.unique().tolist():
             row, place = (chosen == expert).nonzero(as_tuple=True)
+            if expert >= experts.count - experts.identities:
+                out[row] = self.rounded(out[row] + self.rounded(x[row] * weights[row, place, None]))
+                continue
             *into, back = of[experts.each * expert : experts.each * (expert + 1)]
             taken, given = experts.weighed(x[row], weights[row, place, None])
             both = torch.cat([self.product(linear, self.rounded(taken)) for linear in into], dim=-1)

@@ -129,7 +129,9 @@ def together(linears: tuple[Linear, ...]) -> torch.Tensor | None:
 def why_not(program: Program) -> str | None:
     """Say why `StaticPass` cannot run this program; None if it can."""
     for one in program.operations:
-        if not isinstance(one, StaticPass.serves) or (isinstance(one, op.Attend) and one.biases is not None):
+        has_biases = isinstance(one, op.Attend) and one.biases is not None
+        has_identities = isinstance(one, op.Experts) and one.identities > 0
+        if has_biases or has_identities or not isinstance(one, StaticPass.serves):
             return f"no graph computes its {type(one).__name__.lower()}"
         if isinstance(one, op.Experts) and (
             one.is_apart or None in map(together, (one.experts[::2], one.experts[1::2]))

@@ -378,7 +378,8 @@ class RandomProgram:
                 settings["routed"], x = x, self.products(x, self.rng.choice([x.width, 2 * x.width]))[0]
         halves = [width << ("limit" in settings or self.rng.random() < 0.7)]
         halves = [width, width] if settings.get("is_apart") else halves
-        for _ in range(count):
+        settings["identities"] = self.rng.choice([0, 0, 1, count // 2]) if count > 1 else 0
+        for _ in range(count - settings["identities"]):
             of += [*(self.linear(half, x.width) for half in halves), self.linear(x.width, width)]
         flags = [self.rng.random() < 0.5 for _ in range(2)]
         most = min(count // settings.get("groups", 1) * settings.get("top_groups", 1), 4)

@@ -67,14 +67,14 @@ FAMILIES = [
     "data2vec-text", "roberta-prelayernorm", "xlm-roberta-xl", "megatron-bert", "rembert", "big_bird", "roc_bert",
     "xmod", "modernbert-decoder", "gemma4_unified_text", "gemma4_unified", "phi4_multimodal", "fuyu",
     "got_ocr2", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen2_5_omni_thinker", "glm4v", "glm46v", "glm_ocr",
-    "paddleocr_vl", "hrm_text", "zamba2", "lfm2", "lfm3",
+    "paddleocr_vl", "paligemma", "git", "hrm_text", "zamba2", "lfm2", "lfm3",
     "qwen3_5_text", "olmo_hybrid", "bamba", "falcon_h1", "nemotron_h", "mamba2", "mixtral", "granitemoehybrid",
     "lfm2_moe", "phimoe", "mellum", "qwen3_next", "qwen3_5_moe_text", "qwen2_moe", "qwen3_moe", "olmoe", "flex_olmo",
     "granitemoe", "granitemoeshared", "hunyuan_v1_moe", "glm4_moe", "solar_open", "dots1", "exaone_moe", "hy_v3",
     "minimax_m2", "ernie4_5_moe", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "axk1", "afmoe", "gpt_oss",
     "granitemoe_swa", "flint", "cohere2_moe", "beam", "mimo_v2_flash", "aria_text", "lara_mini",
     "llama4_text", "kolibri1", "laguna", "dbrx", "qwen3_vl_moe", "qwen3_omni_moe_thinker", "glm4v_moe",
-    "ernie4_5_vl_moe", "kimi_linear", "bailing_hybrid",
+    "ernie4_5_vl_moe", "longcat_flash", "kimi_linear", "bailing_hybrid",
 ]  # fmt: skip
 # In older transformers, these have parts of another shape or of another model, or masks that are not causal.
 OTHERS_BEFORE = [
@@ -103,14 +103,18 @@ MIXTURES = set(FAMILIES[FAMILIES.index("mixtral") :])
 # a copy of their weights must be made, for which torch multiplies with the original
 TRANSPOSED = {"gpt2", "gpt_oss", "aria_text", "llama4_text", "dbrx"}
 # their attention has another form
-LATENT = {"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "axk1", "youtu", "minicpm3", "kimi_linear", "bailing_hybrid"}
+LATENT = {
+    "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "axk1", "youtu", "minicpm3", "kimi_linear", "bailing_hybrid",
+    "longcat_flash",
+}  # fmt: skip
 # they multiply with parts of weights, and torchao does not know Falcon's layers
 NOT_QUANTIZED = LATENT | {"roc_bert", "falcon"}
 # The own code of these does not use our attention, nor, in Falcon, our products; Ministral 3 scales queries apart, and
 # Gemma 3n takes the mean of its streams in one step.
 OTHERWISE = {
     "gemma3n_text", "gemma3n", "gemma2", "vaultgemma", "falcon", "ministral3", "bloom", "mpt", "granite_swa",
-    "gpt_neox_japanese", "xglm", *LATENT,
+    "gpt_neox_japanese", "xglm", "git", *LATENT,
+    "paligemma",  # its own code counts positions from 1
     *BERTS,  # they add up their embeddings in another order
 }  # fmt: skip
 # these know no other width
@@ -147,6 +151,7 @@ AS_WIDE_AS_HEADS = {
     "qwen2_5_omni_thinker",
     "glm4v",
     "glm46v",
+    "git",
     *BERTS,
 }
 # a share of the numbers that turn has positions of its own in each dimension
@@ -219,6 +224,9 @@ VARIANTS = [
         },
     ),
     ("minicpm3", {"q_lora_rank": None, "mlp_bias": True}),
+    ("longcat_flash", {"zero_expert_num": 0, "attention_bias": True, "tie_word_embeddings": True}),
+    ("longcat_flash", {"zero_expert_num": 6, "n_routed_experts": 2, "moe_topk": 1, "num_layers": 1}),
+    ("git", {"hidden_act": "gelu_new", "tie_word_embeddings": False}),
     (
         "llama4_text",  # queries grow within the texts
         {"floor_scale": 30, "attn_scale": 2.0, "no_rope_layers": [1, 0], "num_experts_per_tok": 2}
@@ -422,7 +430,7 @@ def test_it_computes_what_the_model_computes(
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        layers = (0, 1, 2)
+        layers = (0, 1) if family == "longcat_flash" else (0, 1, 2)  # two layers of the cache are one of the model
         runners = EagerRunner(model, adapter, layers), FusedRunner(model, adapter, layers, family in TRANSPOSED)
         caches = [adapter.make_cache() for _ in runners]
         rng = np.random.default_rng(seed)

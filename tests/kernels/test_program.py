@@ -58,6 +58,9 @@ def test_a_page_says_what_the_model_computes(family, settings):
     empty = {layer: tuple(torch.zeros(heads, 0, size) for size in sizes) for layer, (heads, *sizes) in caches}
     found = Reference(program, ids, positions, rotary, empty, hidden, states_before(program))
     of_generate = {"position_ids": positions[None]} if "position_ids" in forward_arguments(model) else {}
+    if not page.reads_prompts:  # the model sees them in both directions, but for a mask
+        mask = torch.zeros(len(ids), len(ids)).masked_fill(hidden[0], torch.finfo(torch.float32).min)
+        of_generate["attention_mask"] = mask[None, None]
     with torch.no_grad():  # without positions, decoders of RoBERTa's kind would begin with others
         expected = model(ids[None], output_hidden_states=True, **of_generate)
     assert relative_error(found.logits, expected.logits[0]) < 1e-5

@@ -48,6 +48,7 @@ HOMES: dict[str, str] = {
             "DeepseekV2ForCausalLM DeepseekV3ForCausalLM Glm4MoeLiteForCausalLM AXK1ForCausalLM "
             "YoutuForCausalLM MiniCPM3ForCausalLM"
         ),
+        "longcat": "LongcatFlashForCausalLM",
         "gptj": "GPTJForCausalLM CodeGenForCausalLM",
         "nanochat": "NanoChatForCausalLM",
         "apertus": "ApertusForCausalLM Apertus1p5TextForCausalLM",
@@ -56,7 +57,10 @@ HOMES: dict[str, str] = {
             "CamembertForCausalLM XLMRobertaForCausalLM Data2VecTextForCausalLM RobertaPreLayerNormForCausalLM "
             "XLMRobertaXLForCausalLM"
         ),
-        "berts": "MegatronBertForCausalLM RemBertForCausalLM BigBirdForCausalLM RoCBertForCausalLM XmodForCausalLM",
+        "berts": (
+            "MegatronBertForCausalLM RemBertForCausalLM BigBirdForCausalLM RoCBertForCausalLM XmodForCausalLM "
+            "GitForCausalLM"
+        ),
         "modernbert": "ModernBertDecoderForCausalLM",
         "bitnet": "BitNetForCausalLM",
         "ctrl": "CTRLLMHeadModel",

@@ -22,15 +22,21 @@ _WITH_TEXT_MODELS = [
     "Aria", "AyaVision", "Cohere2Vision", "DeepseekVL", "DeepseekVLHybrid", "Exaone4_5_", "Glm46V", "GlmAsr", "GotOcr2",
     "GraniteSpeech", "GraniteSpeechPlus", "HyperCLOVAXVisionV2", "Idefics2", "Idefics3", "InternVL", "Janus",
     "Kimi_K25", "Lfm2Vl", "Lfm3Vl", "LightOnOcr", "Llava", "LlavaNext", "LlavaNextVideo", "LlavaOnevision",
-    "MiniCPMOcr", "MiniCPMV4_6", "MiniCPMV4_7", "Mistral3", "OmniASR", "Ovis2", "QianfanOCR", "Qwen2Audio", "Qwen3ASR",
-    "Qwen3_5", "Qwen3_5Moe", "SmolVLM", "VideoLlama3", "VideoLlava", "VipLlava", "Voxtral",
+    "MiniCPMOcr", "MiniCPMV4_6", "MiniCPMV4_7", "Mistral3", "OmniASR", "Ovis2", "PaliGemma", "QianfanOCR", "Qwen2Audio",
+    "Qwen3ASR", "Qwen3_5", "Qwen3_5Moe", "SmolVLM", "VideoLlama3", "VideoLlava", "VipLlava", "Voxtral",
 ]  # fmt: skip
 AROUND = {f"{family}ForConditionalGeneration" for family in _WITH_TEXT_MODELS} | {"FuyuForCausalLM"}
 """Classes of transformers around a text model, which have a page here."""
 TEXT_AT = {"Idefics2", "Idefics3", "SmolVLM"}
 """Models that call their text model ``text_model``, and not ``language_model``."""
+WITH_PREFIXES = {"PaliGemma"}
+"""Models that see a prompt in both directions. They cap logits as their text model does where it is alone."""
 SUFFIXES = "ForCausalLM", "ForConditionalGeneration"
 """Suffixes of the class of a text model that has a page; some are only known with images or sounds."""
+WITHOUT_OPERATION = re.compile(
+    "(Indexer|Compressor|HyperConnection|CrossAttention|MoA|DiffLlamaAttention|ZambaMambaMixer)$"
+)
+"""Classes of parts that have parts of their own, and that no operation computes."""
 KINDS = re.compile("(image|video|audio)_token_(id|index)$")
 """Settings that name a placeholder token."""
 
@@ -46,12 +52,17 @@ def page_of(model: Any) -> Page:
 
 
 def _unknown_parts(model: Any) -> list[str]:
-    """The classes of a model's smallest parts that no page knows, nor any similar ones."""
+    """The classes of a model's smallest parts that no page knows, nor any similar ones.
+
+    Of parts that have parts of their own, those that are known to lack an operation.
+    """
     like = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.Dropout, nn.Identity, nn.Conv1d, Conv1D, PreTrainedModel)
     named = ("RMSNorm", "RMSNormGated", "LayerNorm", "RotaryEmbedding", "Embedding", "Router", "Experts", "Cache")
-    leaves = [module for module in model.get_decoder().modules() if not any(module.children())]
+    modules = list(model.get_decoder().modules())
+    leaves = [module for module in modules if not any(module.children())]
     others = {type(leaf).__name__ for leaf in leaves if not isinstance(leaf, (*like, nn.ModuleList, nn.ModuleDict))}
-    return sorted(name for name in others if not name.endswith((*named, *ACTIVATIONS)))
+    unknown = {name for name in others if not name.endswith((*named, *ACTIVATIONS))}
+    return sorted(unknown | set(filter(WITHOUT_OPERATION.search, (type(module).__name__ for module in modules))))
 
 
 def _page_around(model: Any, own: type) -> Page:
@@ -88,7 +99,12 @@ def _around(of_text: Any) -> Any:
             return self._text
 
         def head(self, x: Value) -> None:
-            self.logits(x, self.model.lm_head)
+            cap = getattr(self._text.config, "final_logit_softcapping", None) if self._outer in WITH_PREFIXES else None
+            self.logits(x, self.model.lm_head, cap=cap)
+
+        @property
+        def reads_prompts(self) -> bool:
+            return super().reads_prompts and self._outer not in WITH_PREFIXES
 
         def placeholders(self) -> list[int]:
             settings = self.model.config.to_dict().items()

@@ -34,7 +34,7 @@ class Bert(Page):
     def write(self) -> None:
         model = self.own(getattr(self.model, self.model_at), "Model")
         inner = self.own(self.inner, "Encoder")
-        if inner.config.add_cross_attention:
+        if getattr(inner.config, "add_cross_attention", False):
             raise UnknownModelError("its layers also attend to an encoder")
         x = self.output(self.embedding(self.own(model.embeddings, "Embeddings"), model))
         for i, layer in enumerate(self.layers(inner)):

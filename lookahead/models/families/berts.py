@@ -1,4 +1,4 @@
-"""More decoders of BERT's kind: MegatronBERT, RemBERT (arXiv 2010.12821), BigBird, RoCBert and X-MOD."""
+"""More decoders of BERT's kind: MegatronBERT, RemBERT (arXiv 2010.12821), BigBird, RoCBert, X-MOD and GIT."""
 
 from importlib import import_module
 from typing import Any
@@ -116,3 +116,18 @@ class Xmod(Roberta):
 
     def behind(self, x: Value, model: Any) -> Value:
         return self.norm(x, model.encoder.LayerNorm) if model.encoder.is_pre_norm else x
+
+
+class Git(Bert):
+    """The text side of GIT (Wang et al. 2022, arXiv 2205.14100). Images stand in front of a text, without tokens."""
+
+    suffix = "ForCausalLM"
+    attends_by: AttendsBy = "eager"
+    model_at = "git"
+
+    def attended(self, q: Value, k: Value, v: Value, mixer: Any) -> Value:
+        size = mixer.attention_head_size
+        return self.attend(q, k, v, mixer, size, scaling=size**-0.5, dropout="dropout")
+
+    def head(self, x: Value) -> None:
+        self.logits(x, self.model.output)

@@ -29,6 +29,7 @@ class DeepseekV3(WithSharedExperts):
         if has_latent_queries:
             q = self.product(self.norm_heads(q, attention.q_a_layernorm, q.width), attention.q_b_proj)
         c = self.norm_heads(c, attention.kv_a_layernorm, latent)
+        q, c = self.scaled(q, c, attention)
         size = math.gcd(fixed, turned)
         group = (fixed + turned) // size
         unturned = self.select(q, size, group, 0, fixed // size)
@@ -48,6 +49,10 @@ class DeepseekV3(WithSharedExperts):
     def found(self, x: Value, values: Value, attention: Any) -> Value:
         """The output of attention from its result for the rows x."""
         return values
+
+    def scaled(self, q: Value, c: Value, attention: Any) -> tuple[Value, Value]:
+        """Queries and latents of families that scale them."""
+        return q, c
 
     @property
     def rotary_separates(self) -> bool:  # type: ignore[override]

@@ -47,7 +47,8 @@ def operation(
     of = [] if in_float32 else [routing]
     is_transposed = getattr(experts, "is_transposed", is_transposed)
     names = ("gate_proj", "up_proj", "down_proj") if is_in_file else (into, "down_proj")
-    for layers in zip(*(_of_each(experts, name, is_transposed) for name in names), strict=True):
+    first, *others = (_of_each(experts, name, is_transposed) for name in names)
+    for layers in zip(first[: len(first) - settings.get("identities", 0)], *others, strict=True):
         of += layers
     settings |= {"is_apart": True} if is_in_file else {}
     settings |= {"router": routing.weight.float() if in_float32 else None}

@@ -254,7 +254,7 @@ class Page:
         Without keys and values, it has them already. is_latent: as for `Attend`, with one head of keys.
         biases: further settings of `Attend`.
         """
-        if not getattr(attention, "is_causal", True):  # some are never otherwise
+        if self.reads_prompts and not getattr(attention, "is_causal", True):  # some are never otherwise
             raise UnknownModelError("its attention is not causal")
         rate = getattr(attention, dropout) if dropout else 0
         if attention.training and getattr(rate, "p", rate):
