@@ -8,7 +8,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPI
 from zoo import ALIKE, COMMON, SETTINGS
 
 import lookahead
-from bench.tiny_models import SPREAD, tiny_config
+from bench.tiny_models import SPREAD, random_model, tiny_config
+from lookahead.models.families import UnknownModelError, page_of
 from lookahead.models.families.around import AROUND, KINDS
 
 TYPES = {name: model_type for model_type, name in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.items()}
@@ -67,3 +68,11 @@ def test_any_text_model_that_has_a_page_may_stand_within(text):
     how = {"attn_implementation": "eager"} if text == "gemma2" else {}
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32, **how)
     assert_same_texts(random_weights(model))
+
+
+@pytest.mark.parametrize(
+    ("family", "part"), [("jetmoe", "JetMoeMoA"), ("deepseek_v32", "DeepseekV32Indexer"), ("zamba", "ZambaMambaMixer")]
+)
+def test_parts_that_no_operation_computes_are_named(family, part):
+    with pytest.raises(UnknownModelError, match=f"no operation computes {part}$"):
+        page_of(random_model(tiny_config(family)))
