@@ -118,10 +118,7 @@ class Sequences:
         if not self._stepping.acquire(blocking=False):
             raise RuntimeError("another thread takes a step: one at a time may call step()")
         try:
-            while self._submitted:
-                text = self._submitted.popleft()
-                if text.future.set_running_or_notify_cancel():
-                    self._texts.append(text)
+            self._take_in()
             canceled = {self._canceled.popleft() for _ in range(len(self._canceled))}
             for text in self._texts:
                 if text.future in canceled:
@@ -143,10 +140,18 @@ class Sequences:
             self._stepping.release()
         return len(self) > 0
 
+    def _take_in(self) -> None:
+        """Let what was submitted begin."""
+        while self._submitted:
+            text = self._submitted.popleft()
+            if text.future.set_running_or_notify_cancel():
+                self._texts.append(text)
+
     def _read(self) -> None:
         began = perf_counter()
         while reading := next((text for text in self._texts if text.is_reading), None):
             reading.go_on()
+            self._take_in()  # a streamer may have submitted the next one, now that this prompt is read
             if perf_counter() - began >= self._seconds:
                 break
 

@@ -50,7 +50,8 @@ def answers(
     sampling = {"do_sample": temperature > 0} | ({"temperature": temperature} if temperature else {})
     sequences, texts, began = Sequences(model), [], time.perf_counter()
     for seed, ids in enumerate(prompts):
-        processor, source = grammars.enforce(grammars.of(Demand(SCHEMA), Prompt(ids, []), many=False), len(ids))
+        text = grammars.text(Demand(SCHEMA), Prompt(ids, []), many=False)
+        processor, source = grammars.enforce(grammars.compiled(text), len(ids))
         future = sequences.submit(
             torch.tensor([ids]), seed=seed, source=source if guesses else (), max_new_tokens=MOST,
             logits_processor=LogitsProcessorList([processor]), **sampling,

@@ -146,7 +146,7 @@ class Call:
         """Return the ids of all sequences, [sequences, longest]. Those that ended early are padded."""
         rules, callers = self._rules, self._callers
         try:
-            yield from self._prefill(callers.adopt(self._runner.adapter) if callers else None)
+            yield from self._prefill(callers.adopt(self._runner.adapter, len(self._texts)) if callers else None)
             active = list(range(len(self._texts)))  # sequences that the cache holds
             while live := [number + sequence for number, rule in enumerate(rules) for sequence in rule.live]:
                 if live != active:

@@ -7,7 +7,7 @@ from transformers.cache_utils import Cache
 
 from lookahead.engine.prefill import positions_in
 from lookahead.models.adapter import ModelAdapter
-from lookahead.models.cache import AnyCache, CountedCache, LookaheadCache
+from lookahead.models.cache import AnyCache, CountedCache, InPlaceLayer, LookaheadCache
 from lookahead.models.passed_in import adopt
 from lookahead.passes.runner import EagerRunner
 
@@ -21,9 +21,13 @@ class CallersCache:
         self._adopted: LookaheadCache | None = None
         self._of_sequences: dict[int, LookaheadCache] = {}
 
-    def adopt(self, adapter: ModelAdapter) -> LookaheadCache | None:
-        """Return our own cache with its content; None if it is empty."""
-        self._adopted = adopt(adapter, self._theirs) if self._held else None
+    def adopt(self, adapter: ModelAdapter, sequences: int) -> LookaheadCache | None:
+        """Return our own cache with its content.
+
+        None if it is empty, and each sequence gets a cache of its own. A single one fills layers that are ours already.
+        """
+        is_filled = sequences == 1 and any(type(layer) is InPlaceLayer for layer in self._theirs.layers)
+        self._adopted = adopt(adapter, self._theirs) if self._held or is_filled else None
         return self._adopted
 
     def rewind(self) -> None:

@@ -14,9 +14,13 @@ from lookahead.models.adapter import ModelAdapter, device_of
 from lookahead.models.cache import CountedCache, InPlaceLayer, KeepsState, LookaheadCache, copy_of, counts_positions
 
 
-def empty_cache(model: PreTrainedModel) -> DynamicCache | None:
+def empty_cache(model: PreTrainedModel, expected_length: int = 0) -> DynamicCache | None:
     """Make a cache for a call of generate() that the next call goes on from.
 
+    Where all layers of a wrapped model can be cut back to any length (`can_be_cut`), they are ours from the start. A
+    call of one sequence then writes into them, so that `cut` can copy what it has computed so far, between its passes.
+
+    expected_length: positions to make room for at first.
     None if the model takes no such cache, or if its layers keep states alone and it is not wrapped: it then reads
     everything again.
     """
@@ -24,6 +28,10 @@ def empty_cache(model: PreTrainedModel) -> DynamicCache | None:
         return None
     config = model.config.get_text_config(decoder=True)
     cache = DynamicCache(config=config)
+    adapter = getattr(getattr(model, "lookahead", None), "adapter", None)
+    if adapter is not None and can_be_cut(cache):
+        ours = adapter.make_cache(expected_length).layers
+        cache.layers = ours if all(type(layer) is InPlaceLayer for layer in ours) else cache.layers
     if counts_positions(cache):
         return cache
     return CountedCache(config=config) if getattr(model, "lookahead", None) is not None else None

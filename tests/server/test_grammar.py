@@ -117,6 +117,47 @@ def test_any_answer_keeps_to_its_schema(model, grammars, schema, seed, temperatu
         assert keeps_to(json.loads(grammars.tokenizer.decode(without, skip_special_tokens=True)), schema)
 
 
+@random_cases(10)
+@given(
+    values, st.integers(0, 99), st.sampled_from([None, 1.5]),
+    st.sampled_from([{"min_new_tokens": 300}, {"no_repeat_ngram_size": 1}, {"no_repeat_ngram_size": 3}]),
+)  # fmt: skip
+def test_what_other_settings_hide_breaks_no_schema(model, grammars, schema, seed, temperature, hiding):
+    """An answer ends where nothing else may come; or its request is refused, for nothing may come at all."""
+    note(f"{schema=} {seed=} {temperature=} {hiding=}")
+    sampling = {"do_sample": False} if temperature is None else {"do_sample": True, "temperature": temperature}
+    try:
+        prompt = random.Random(seed).choice(["x = ", "def f(a):\n    return ", "{"])
+        ids, _ = decode(model, grammars, schema, prompt, True, max_new_tokens=400, **sampling, **hiding)
+    except RefusedError as error:
+        assert "no token is left that the schema allows" in str(error)  # noqa: PT017
+        assert (error.param, "min_new_tokens" in hiding) == ("generation_config", False)  # noqa: PT017
+    else:
+        if len(ids) < 400:
+            assert ids[-1] == grammars.tokenizer.eos_token_id
+            assert keeps_to(json.loads(grammars.tokenizer.decode(ids[:-1])), schema)
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+@pytest.mark.parametrize("stream", [False, True])
+def test_settings_that_leave_no_token_are_at_fault(strict, temperature, stream):
+    """And neither the server nor its model; least tokens are as many as the schema lets an answer have."""
+    schema = {"type": "array", "items": {"const": "aaaa"}, "minItems": 9, "maxItems": 9}
+    body, _, events = formats("/v1/chat/completions", schema)
+    body |= {"temperature": temperature, "seed": 1, "stream": stream, "max_tokens": 200}
+    if not stream:
+        status, answer = ask(strict, "/v1/chat/completions", **body, generation_config={"min_new_tokens": 150})
+        assert (status, answer["choices"][0]["finish_reason"]) == (200, "stop")
+        assert json.loads(answer["choices"][0]["message"]["content"]) == ["aaaa"] * 9
+    with contextlib.closing(connect(strict)) as connection:
+        body |= {"generation_config": {"no_repeat_ngram_size": 2}}
+        connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
+        answer = connection.getresponse()
+        status, said = answer.status, answer.read().decode()
+    assert (status, events in said) == (200 if stream else 400, True)
+    assert "no token is left that the schema allows" in said
+
+
 @pytest.mark.parametrize(
     ("schema", "says"),
     [

@@ -23,7 +23,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lookahead import DEMO_MODEL
 from lookahead.tools.cli import main
-from lookahead.tools.server import app, fields, make_app
+from lookahead.tools.server import app, chats, fields, make_app, messages, responses
+from lookahead.tools.server.answering import End
+from lookahead.tools.server.parsing import Call
+from lookahead.tools.server.reading import Prompt
 
 MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 LENGTH = 16
@@ -220,6 +223,52 @@ def test_blocks_become_messages_of_a_chat():
     assert wishes.settings == {"max_new_tokens": 5, "top_k": 3, "do_sample": True}
 
 
+def test_texts_of_an_answer_are_one_text():
+    """The server has cut them where a call or reasoning stood between them: they come back as they were written."""
+    blocks = [{"type": "text", "text": "a"}, {"type": "thinking", "thinking": "x"}, {"type": "text", "text": " b"}]
+    given = {"messages": [*ASKED["messages"], {"role": "assistant", "content": blocks}], "max_tokens": 5}
+    asked, _ = fields.read_request(given, MESSAGES, "demo", 99, ())
+    assert (asked.messages[-1]["content"], asked.continues) == ("a b", True)
+    parts = [{"type": "output_text", "text": "a"}, {"type": "output_text", "text": " b"}]
+    for path, field in (("/v1/chat/completions", "messages"), ("/v1/responses", "input")):
+        for role, wanted in (("assistant", "a b"), ("user", "a\n b")):
+            asked, _ = fields.read_request({field: [{"role": role, "content": parts}]}, path, "demo", 99, ())
+            assert asked.messages[-1]["content"] == wanted
+
+
+def test_a_call_without_its_result_is_not_gone_on_from():
+    """The template would end with the text before the call, and the model would not see it."""
+    call = {"type": "tool_use", "id": "t1", "name": "f", "input": {}}
+    for content in ([call], [{"type": "text", "text": "a"}, call]):
+        given = {"messages": [*ASKED["messages"], {"role": "assistant", "content": content}], "max_tokens": 5}
+        with pytest.raises(fields.RefusedError, match="must not end with a tool_use") as caught:
+            fields.read_request(given, MESSAGES, "demo", 99, ())
+        assert caught.value.param == "messages[1]"
+        asked, _ = fields.read_request(given, COUNT, "demo", 99, ())
+        assert not asked.continues
+
+
+@pytest.mark.parametrize(
+    ("end", "chat", "message", "response"),
+    [
+        (End("length", None, 9, 0, 0), "length", ("max_tokens", None), "incomplete"),
+        (End("stop", None, 9, 0, 0), "tool_calls", ("tool_use", None), "completed"),
+        (End("stop", "x", 9, 0, 0), "tool_calls", ("tool_use", None), "completed"),
+    ],
+)
+def test_why_an_answer_with_a_call_has_ended(end, chat, message, response):
+    """Where its length has cut it, perhaps in the middle of a second call, that is told."""
+    answers = []
+    for form in (chats.Chat, messages.Message, responses.Response):
+        one = form(fields.Asked(), "m", [Prompt([1], [])], 1)
+        for piece in (Call("f", "{}"), end):
+            list(one.add(0, piece))
+        answers.append(one.object())
+    assert answers[0]["choices"][0]["finish_reason"] == chat
+    assert (answers[1]["stop_reason"], answers[1]["stop_sequence"]) == message
+    assert answers[2]["status"] == response
+
+
 @pytest.mark.parametrize(("path", "field"), [("/v1/chat/completions", "messages"), ("/v1/responses", "input")])
 def test_a_developer_is_the_system(path, field):
     given = [{"role": "developer", "content": "a"}, {"role": "user", "content": "b"}]
@@ -289,6 +338,30 @@ def test_errors_at_any_path_have_the_form_of_the_api_that_was_asked(address, met
         assert status == (405 if path == "/v1/models/x" and method != "GET" else 404)
         assert answer.keys() == {"error"}
         assert answer["error"].keys() == {"message", "type", "param", "code"}
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/chat/completions/", "//v1/messages", "/v1/messages/count_tokens/", "/v1/completions//", "/v1/nope/"]
+)
+def test_slashes_around_a_path_mean_nothing(address, path):
+    """Clients join addresses so. A redirection would lose the request of a client that does not follow it."""
+    body = {"messages": ASKED["messages"], "prompt": "x", "max_tokens": 2}
+    given = {name: body[name] for name in (("prompt",) if "/completions//" in path else ("messages",))}
+    more = {} if "count" in path else {"max_tokens": 2}
+    assert ask(address, path, **given, **more)[0] == (404 if "nope" in path else 200)
+
+
+def test_what_is_got_may_end_with_a_slash(address):
+    for path in ("/v1/models/", "/v1/models/demo/", "/health/", "/metrics/"):
+        assert get(address, path)[0] == 200
+    assert json.loads(get(address, "/v1/models/")[2])["data"][0]["id"] == "demo"
+
+
+def test_a_request_that_is_refused_for_want_of_room_has_a_line(plain, tokenizer, monkeypatch, caplog):
+    monkeypatch.setattr(app, "MOST_OPEN", 0)
+    with caplog.at_level("INFO", "lookahead.serve"), TestClient(make_app(plain, tokenizer, "x")) as client:
+        assert client.post("/v1/completions", json={"prompt": "x", "max_tokens": 1}).status_code == 429
+    assert any("/v1/completions 429" in line for line in caplog.messages)
 
 
 @pytest.mark.parametrize("path", [MESSAGES, COUNT, "/v1/completions"])

@@ -35,6 +35,7 @@ from lookahead.tools.server.app import Exchange, Server
 from lookahead.tools.server.arriving import Bodies
 from lookahead.tools.server.chats import Completion
 from lookahead.tools.server.fields import Asked, Wishes
+from lookahead.tools.server.generations import MOST_ANSWERS, MOST_WAITING, BusyError
 from lookahead.tools.server.parsing import TEXT
 from lookahead.tools.server.reading import Prompt
 
@@ -446,6 +447,38 @@ def test_a_model_that_fails_in_company_harms_its_request_alone():
     assert failing.is_set()
     of._generate = generate
     assert answer(of, prompts[1], 40, seed=1)[0] == alone[1][0]
+
+
+def test_requests_with_many_answers_shut_nobody_out():
+    """What is counted is requests, up to a number of answers that takes no harmful room."""
+    model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL).eval()
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
+    of, ended, all_asked = (
+        generations(lookahead.wrap(model, FIXED_GUESSES), tokenizer, 0, 3),
+        SimpleQueue(),
+        threading.Event(),
+    )
+    of.calls.put(lambda: all_asked.wait(60))
+    prompts = [Prompt(tokenizer(f"def f{number}(x):\n").input_ids, []) for number in range(64)]
+    end = lambda number, piece: ended.put(piece) if isinstance(piece, End) else None  # noqa: E731
+    for _ in range(2):
+        of.begin(prompts, Wishes(settings={"max_new_tokens": 1}), end)
+    for _ in range(MOST_WAITING + 1):
+        of.begin(prompts[:1], Wishes(settings={"max_new_tokens": 1}), end)
+    with pytest.raises(BusyError, match=f"{MOST_WAITING + 3} requests are being served"):
+        of.begin(prompts[:1], Wishes(settings={"max_new_tokens": 1}), end)
+    all_asked.set()
+    for _ in range(128 + MOST_WAITING + 1):
+        ended.get(timeout=60)
+    while of.open:
+        time.sleep(0.01)
+    of.calls.put(lambda: all_asked.wait(60))
+    all_asked.clear()
+    for _ in range(MOST_ANSWERS // 64):
+        of.begin(prompts, Wishes(settings={"max_new_tokens": 1}), end)
+    with pytest.raises(BusyError):
+        of.begin(prompts[:1], Wishes(settings={"max_new_tokens": 1}), end)
+    all_asked.set()
 
 
 @pytest.mark.parametrize("parallel", [1, 3])

@@ -333,6 +333,18 @@ def address():
         yield address
 
 
+@pytest.mark.parametrize("begun", ["x =", "import os\n", "    return"])
+def test_a_begun_answer_goes_on_with_its_blanks(address, begun):
+    """A client puts the two together."""
+    model, tokenizer = demo()
+    inputs = tokenizer(f"user: def main():\nassistant: {begun}", return_tensors="pt")
+    ids = model.generate(**inputs, max_new_tokens=12, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    wanted = tokenizer.decode(ids, skip_special_tokens=True)
+    body = {"messages": [*ASKED, {"role": "assistant", "content": begun}], "max_tokens": 12, "temperature": 0}
+    assert ask(address, MESSAGE, **body)[1]["content"] == [{"type": "text", "text": wanted.rstrip()}]
+    assert wanted[0].isspace() or begun != "x =", "else it shows nothing"
+
+
 def test_a_message_has_a_short_thought(address):
     body = {"messages": ASKED, "max_tokens": 60, "temperature": 0}
     _, whole = ask(address, MESSAGE, **body)

@@ -233,6 +233,81 @@ def test_answers_after_a_hit_are_those_of_the_cold_prompt(dtype, samples, seed):
         ids = ids + [rng.randrange(3, 4000) for _ in range(rng.randint(1, 90))]
 
 
+@settings(max_examples=12, deadline=None)
+@given(
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    samples=st.booleans(),
+    most=st.sampled_from([1, 2_000_000, 2**30]),
+    portion=st.sampled_from([16, 128]),
+    seed=st.integers(0, 999),
+)
+def test_what_prompts_that_come_together_share_is_read_once(dtype, samples, most, portion, seed):
+    """Several answers to each, and prompts that begin alike: they find what is read, though nothing has ended yet."""
+    note(f"{dtype=} {samples=} {most=} {portion=} {seed=}")
+    model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=dtype).eval()
+    lookahead.wrap(model, CONFIG)
+    tokenizer, rng = AutoTokenizer.from_pretrained(DEMO_MODEL), random.Random(seed)
+    warm, cold = (generations(model, tokenizer, size, 8) for size in (most, 0))
+    warm._portion = portion
+    wishes = {"seed": seed, "settings": {"do_sample": samples}}
+    shared = [rng.randrange(3, 4000) for _ in range(rng.randint(20, 300))]
+    prompts = [shared + [rng.randrange(3, 4000) for _ in range(rng.randint(1, 40))] for _ in range(3)]
+    prompts[1] = prompts[0] if rng.random() < 0.5 else prompts[1]
+    texts, cached = answer(warm, prompts[0], 24, count=2, others=prompts[1:], **wishes)
+    alone = [answer(cold, ids, 24, count=2, **wishes)[0] for ids in prompts]
+    assert texts == [text for both in alone for text in both]
+    assert cached.count(0) == 1, "one has read what all share"
+    assert all(one >= len(shared) or not one for one in cached)
+    assert warm._prefixes._lent == []
+    assert warm._prefixes.bytes <= most
+
+
+def test_a_prompt_is_read_on_where_one_that_it_waits_for_fails_or_goes(tokenizer):
+    """Those that wait for their turn to be read are read, whatever becomes of those before them."""
+    model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL).eval()
+    of = generations(lookahead.wrap(model, CONFIG), tokenizer, 2**30, 8)
+    of._portion, ids = 16, [3 + number % 90 for number in range(300)]
+    (alone,), _ = answer(of, ids, 12, settings={"do_sample": False})
+    of._prefixes._kept.clear()
+    generate, ended = of._generate, {}
+    has_all_ended, have_all_come = threading.Event(), threading.Event()
+
+    def fails(prompt, *given):
+        if prompt[-1] == 1:
+            raise FloatingPointError("no numbers")
+        return (yield from generate(prompt, *given))
+
+    def send(number, piece):
+        if isinstance(piece, (End, BaseException)):
+            ended[number] = piece
+        if len(ended) == 5:
+            has_all_ended.set()
+
+    of._generate = fails
+    of.calls.put(lambda: have_all_come.wait(60))
+    begun = []
+    for number, last in enumerate((5, 1, 6, 1, 7)):
+        begun += of.begin([Prompt([*ids, last], [])], Wishes(settings={"max_new_tokens": 5}),
+                          lambda _, piece, number=number: send(number, piece))  # fmt: skip
+    steps, step = [], of._sequences.step
+
+    def counted(**given):
+        steps.append(None)
+        if len(steps) in (1, 3):  # while one waits, and while the other is read
+            of.cancel(begun[{1: 2, 3: 0}[len(steps)]])
+        return step(**given)
+
+    of._sequences.step = counted
+    have_all_come.set()
+    assert has_all_ended.wait(60)
+    assert [type(ended[number]).__name__ for number in range(5)] == [
+        "CancelledError", "FloatingPointError", "CancelledError", "FloatingPointError", "End",
+    ]  # fmt: skip
+    of._generate = generate
+    assert answer(of, ids, 12, settings={"do_sample": False})[0] == [alone]
+    assert of._prefixes._lent == []
+
+
 def chat(of, prompt, wishes):
     """Return the tokens of a prompt with its answer, how many were cached, and the message that a client sends back."""
     generate, found = type(of)._generate, []

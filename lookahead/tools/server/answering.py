@@ -177,15 +177,18 @@ class Writer(RecordingStreamer):
         probabilities: "Probabilities | None",
         send: Callable[[Piece], None],
         one_call: Callable[[], None] | None = None,
+        goes_on: bool = False,
     ):
-        """one_call: what ends the text, if an answer ends with its first call."""
+        """one_call: what ends the text, if an answer ends with its first call. goes_on: as for `Trim`."""
         self.stats: Stats | None = None
         """Of the call; None until lookahead decodes it."""
+        self.has_read: Callable[[], None] = lambda: None
+        """Is called when the prompt is read, with the first token."""
         self._end_text = one_call
         self._texts = TextPieces(tokenizer, with_special=parser is not None)
         self._parser = parser
         self._reasoning = ReasoningTokens(tokenizer) if parser is not None and parser.reasons else None
-        self._pieces, self._trim = Pieces(stops), Trim()
+        self._pieces, self._trim = Pieces(stops), Trim(goes_on)
         self._probabilities = probabilities
         self._send = send
         self._fed: deque[tuple[int, int]] = deque([(0, 0)])  # characters given to pieces, and tokens that wrote them
@@ -202,6 +205,8 @@ class Writer(RecordingStreamer):
         if not self._has_prompt:  # generate() puts the prompt first
             self._has_prompt = True
             return
+        if not (self.count or self._new):
+            self.has_read()
         self._new += value.flatten().tolist()
         if self.stats is None or not self.count:  # a step writes more, or the prompt has written the first
             self._write()

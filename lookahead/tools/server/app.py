@@ -166,7 +166,7 @@ def make_app(
         Route("/health", health),
         Route("/", shown),
     ]
-    middleware = []
+    middleware = [Middleware(Trimmed)]
     if cors:
         middleware.append(
             Middleware(CORSMiddleware, allow_origins=list(cors), allow_methods=["*"], allow_headers=["*"])
@@ -184,6 +184,18 @@ def make_app(
 def _form_at(path: str) -> type[Form]:
     """Return the form of errors at a path, whether anything is there or not."""
     return messages.Message if f"{path}/".startswith(f"{MESSAGE}/") else Form
+
+
+class Trimmed:
+    """Has a path mean the same with slashes around it, as clients that join addresses write it."""
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            scope["path"] = f"/{scope['path'].strip('/')}"  # in place: the connection may still add to its scope
+        await self._app(scope, receive, send)
 
 
 class Guarded:
@@ -308,7 +320,7 @@ class Server:
         return JSONResponse({"object": "list", "data": [self._described()]} | pages)
 
     async def model(self, request: Request) -> Response:
-        if request.path_params["name"] != self.name:
+        if request.path_params["name"] != self.name.rstrip("/"):
             raise HTTPException(404, f"the only model is {self.name!r}")
         return JSONResponse(self._described())
 
@@ -368,6 +380,7 @@ class Exchange:
             bodies.release(body)
             await self._refuse(f"{MOST_OPEN} requests are open: try again later", 429, {"Retry-After": "1"})
             requests[self._path, "429"] += 1
+            self._log()
             return
         requests["running"] += 1
         self._has_place, self._size = True, len(body.bytes)

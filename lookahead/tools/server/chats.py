@@ -111,7 +111,7 @@ def reason(answer: Whole) -> str | None:
     """Return why an answer has ended, as OpenAI's clients read it."""
     if answer.end is None:
         return None
-    return "tool_calls" if answer.calls else answer.end.reason
+    return "tool_calls" if answer.calls and answer.end.reason == "stop" else answer.end.reason
 
 
 def called(name: str, call: Call) -> dict:

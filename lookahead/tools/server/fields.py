@@ -270,10 +270,15 @@ def _asked(body: dict, path: str, vocabulary: int, reserved: Collection[str]) ->
         if path == MESSAGE:
             _given(body, "max_tokens")
         messages = _anthropic_messages(_given(body, "messages"), body.get("system"))
+        if path == MESSAGE and messages[-1].get("tool_calls"):
+            raise RefusedError(
+                "messages must not end with a tool_use: give a message of the user with its tool_result",
+                f"messages[{len(body['messages']) - 1}]",
+            )
     thinks, effort = _reasoning(body)
     return Asked(
         messages=messages,
-        continues=path in (MESSAGE, COUNT) and messages[-1]["role"] == "assistant",
+        continues=path in (MESSAGE, COUNT) and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1],
         tools=tools,
         variables=_variables(body.get("chat_template_kwargs", {}), reserved),
         thinks=thinks,
@@ -738,14 +743,16 @@ def _is_content(value: Any) -> bool:
     )
 
 
-def _content(value: Any, of: str) -> str:
+def _content(value: Any, of: str, between: str = "\n") -> str:
     """Return a content, or what a call has returned, whose text parts stand below each other.
+
+    between: the parts. Nothing stands between those of an answer: the model has written them as one text.
 
     Raises RefusedError for anything else.
     """
     if not _is_content(value):
         raise RefusedError(f"{of}'s content must be a text, or parts of type text; one is {json.dumps(value):.80}")
-    return value if isinstance(value, str) else "\n".join(part["text"] for part in value)
+    return value if isinstance(value, str) else between.join(part["text"] for part in value)
 
 
 def _predicted(value: dict | None) -> str:
@@ -763,7 +770,8 @@ def _message(given: dict) -> dict:
     if message["role"] == "developer":  # OpenAI's newer name, which few templates know
         message["role"] = "system"
     _known(message, {"role", "content", "tool_calls", "tool_call_id"}, "a message")
-    message["content"] = _content(message.get("content", ""), "a message")
+    between = "" if message["role"] == "assistant" else "\n"
+    message["content"] = _content(message.get("content", ""), "a message", between)
     _check("a message's tool_call_id", message.get("tool_call_id", ""), A_TEXT)
     calls = message.pop("tool_calls", [])
     _check("a message's tool_calls", calls, OF_TOOLS["tools"])
@@ -862,7 +870,7 @@ def _anthropic_messages(given: list[dict], system: str | list[dict] | None) -> l
                     f"of the user; one is {json.dumps(block):.80}"
                 )
         if texts or role == "assistant":
-            messages.append({"role": role, "content": "\n".join(texts)})
+            messages.append({"role": role, "content": ("" if role == "assistant" else "\n").join(texts)})
         if calls:
             _add_calls(messages, calls)
     if not messages:
@@ -897,7 +905,8 @@ def _tool(given: dict, path: str) -> dict:
         kind = given.get("type")
         function = given.get("function") if path == CHAT else {n: v for n, v in given.items() if n != "type"}
     if kind != "function" or not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise RefusedError(f"tools must be of type function, each with a name; one is {json.dumps(given):.80}")
+        wanted = "custom" if path in (MESSAGE, COUNT) else "function"
+        raise RefusedError(f"tools must be of type {wanted}, each with a name; one is {json.dumps(given):.80}")
     _check("a tool's description", function.get("description") or "", A_TEXT)
     _check("a tool's parameters", function.get("parameters") or {}, AN_OBJECT)
     return {"type": "function", "function": {name: value for name, value in function.items() if value is not None}}

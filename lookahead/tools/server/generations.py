@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from lookahead.tools.server.grammar import Grammars
 
 MOST_WAITING = 64  # requests that wait for others to end; further ones are refused
+MOST_ANSWERS = 1024  # answers of requests that have begun or wait, in all; with more, further requests are refused
 LENGTH = 1024  # tokens of an answer, if its request does not say
 PORTION = 128  # tokens of a prompt that are read between two steps, at most
 
@@ -96,6 +97,9 @@ class Generations(Worker):
 
     Each answer is a generator of Python's. It yields the future of a text that is to be decoded, and goes on when the
     text is there. All of them run in one thread, which also takes the steps.
+
+    One prompt is read at a time. What it begins with is looked for when its turn comes, so that it finds what those
+    before it have read, also where they came together, and are still answered.
     """
 
     def __init__(
@@ -117,10 +121,12 @@ class Generations(Worker):
         self._portion = None if self._sequences is None else self._sequences.portion(PORTION)
         self._most = 1 if self._sequences is None else parallel
         self._under_way = 0  # answers that have begun
+        self._reading: object = None  # of the answer whose prompt is read
+        self._turns: deque[Future[None]] = deque()  # of those whose prompts come next
         self._groups: list[Group] = []  # with answers that wait
         self._lock = threading.Lock()
-        self.open = 0
-        """Answers that have not ended, under the lock."""
+        self.open = self._requests = 0
+        """Answers, and requests, that have not ended, under the lock."""
         self._seeds = torch.Generator().manual_seed(int(torch.randint(2**62, ())))
         super().__init__()
 
@@ -178,8 +184,8 @@ class Generations(Worker):
         for prompt in prompts:
             if not 0 < len(prompt.ids) < context:
                 raise too_long(len(prompt.ids), context)
-        if self.open >= self._most + MOST_WAITING:
-            raise BusyError(f"{self.open} requests are being served: try again later")
+        if self._requests >= self._most + MOST_WAITING or self.open >= MOST_ANSWERS:
+            raise BusyError(f"{self._requests} requests are being served: try again later")
         answers, group = list[Answer](), Group()
         if grammars is None and wishes.demand:
             grammars = self.grammars(self.grammar_texts(prompts, wishes), wishes)
@@ -190,6 +196,7 @@ class Generations(Worker):
                 answers.append(self._submit(group, prompt, wishes, grammar, seed, partial(send, len(answers))))
         with self._lock:
             self.open += len(answers)
+            self._requests += 1
         self.calls.put(partial(self._groups.append, group))
         return answers
 
@@ -248,7 +255,8 @@ class Generations(Worker):
             processors.append(LimitThinking(tokenizer, length, prompt.marks, prompt.thought))
         stop = Stop(tokenizer, length, wishes.stops, generation)
         ends = stop.ask if wishes.one_call else None
-        writer = Writer(tokenizer, self._reader.parser(prompt), wishes.stops, probabilities, send, ends)
+        parser = self._reader.parser(prompt)
+        writer = Writer(tokenizer, parser, wishes.stops, probabilities, send, ends, prompt.goes_on)
         if seed is None:
             seed = int(torch.randint(2**62, (), generator=self._seeds))
         steps = self._decode(prompt, generation, seed, processors, sources, stop, writer, wishes.answers > 1)
@@ -317,6 +325,7 @@ class Generations(Worker):
         self._under_way -= 1
         with self._lock:
             self.open -= 1
+            self._requests -= not (group.waiting or group.under_way)
 
     def _decode(
         self,
@@ -330,7 +339,13 @@ class Generations(Worker):
         shares: bool,
     ) -> Generator[Future, Any, Piece]:
         """Decode an answer, and return its end. shares: whether others go on from the same prompt."""
-        cache, cached = taken = self._prefixes.take(prompt.ids, shares)
+        if self._reading is not None:
+            turn = Future[None]()
+            self._turns.append(turn)
+            yield turn
+        self._reading = own = object()
+        writer.has_read = partial(self._let_read, own)
+        cache, cached = taken = self._prefixes.take(prompt.ids, shares, generation.max_new_tokens or 0)
         try:
             if cache is not None and not can_be_cut(cache):
                 for end in prompt.ends or (len(prompt.ids) - 1,):
@@ -338,17 +353,29 @@ class Generations(Worker):
                         cache = yield from self._read(prompt.ids[:end], cache)
             given = generation, seed, processors, sources, stop, writer
             ids, cache = yield from self._generate(prompt.ids, cache, *given)
+            if cache is not None:
+                self._prefixes.keep(ids, cache)
         except CancelledError:
             if taken[0] is not None and cached:  # it holds what it held
                 self._prefixes.keep(prompt.ids[:cached], taken[0])
             raise
-        if cache is not None:
-            self._prefixes.keep(ids, cache)
+        finally:
+            self._prefixes.give_back(taken[0])
+            self._let_read(own)
         conversation = prompt.conversation
         if conversation is not None and writer.is_whole and stop.found is None and not stop.asked:
             said = conversation.with_answer(writer.text, writer.calls)
             self._written.keep(said, conversation.rendered, ids)
         return writer.finish(stop, cached)
+
+    def _let_read(self, own: object) -> None:
+        """Let the next prompt be read, if the one that was is of this answer."""
+        if self._reading is own:
+            self._reading = None
+            while self._turns and self._reading is None:
+                turn = self._turns.popleft()
+                if turn.set_running_or_notify_cancel():  # the client may have gone
+                    turn.set_result(None)
 
     def _read(self, ids: list[int], cache: DynamicCache) -> Generator[Future, Any, DynamicCache | None]:
         """Let the cache hold the beginning of a prompt, and keep a copy of it. Return what `_generate` does of it."""

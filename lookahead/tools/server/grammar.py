@@ -5,7 +5,7 @@ is forced.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,7 @@ from ngram_pool import GuessTree
 BLANKS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 ANY_OBJECT = {"type": "object"}
 REACH = 2**14  # references of a schema times its levels, at most: to compile it may take 3 KB of a stack for each
+LISTING = "\n   1 | "  # behind what is wrong, llguidance shows the grammar
 FORBIDS = "satisfy the grammar"  # in what llguidance says of a token that it forbids
 CLAIM = 0.9  # probability of a token that is forced but for the ways to cut its characters into tokens
 
@@ -70,17 +71,18 @@ class Grammars:
         """
         compiled = LLMatcher(self.reads, text)
         if wrong := compiled.get_error():
-            raise RefusedError(f"the schema cannot be enforced: {wrong}")
+            raise RefusedError(f"the schema cannot be enforced: {wrong.partition(LISTING)[0]}")
         return compiled
 
-    @staticmethod
-    def enforce(grammar: LLMatcher, prompt: int, param: str | None = None) -> tuple["HideForbidden", "ForcedTokens"]:
+    def enforce(
+        self, grammar: LLMatcher, prompt: int, param: str | None = None
+    ) -> tuple["HideForbidden", "ForcedTokens"]:
         """Return what makes a text keep to its grammar, and guesses by it.
 
         prompt: tokens before the text. param: the field of the request that asks for it.
         """
         text = Enforced(grammar.deep_copy(), prompt, param)
-        return HideForbidden(text), ForcedTokens(text)
+        return HideForbidden(text, self.ends), ForcedTokens(text)
 
     @property
     def reads(self) -> LLTokenizer:
@@ -186,21 +188,40 @@ class Enforced:
         )
 
     @property
+    def may_end(self) -> bool:
+        return self._matcher.is_accepting()
+
+    @property
     def forced(self) -> list[int]:
         """Tokens for the characters that must come next, cut as the tokenizer would."""
         return self._matcher.compute_ff_tokens()
 
 
 class HideForbidden(LogitsProcessor):
-    """Leaves only the tokens that the grammar of a text allows."""
+    """Leaves only the tokens that the grammar of a text allows.
 
-    def __init__(self, text: Enforced):
-        self._text = text
+    Other settings hide tokens, too: those that end a text (min_new_tokens), or would repeat it (no_repeat_ngram_size).
+    Where they leave none, the text ends if its grammar lets it.
+    """
+
+    def __init__(self, text: Enforced, ends: Iterable[int]):
+        """ends: tokens that end a text."""
+        self._text, self._ends = text, list(ends)
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         self._text.follow(input_ids[0, self._text.length :].tolist())
         allowed = self._text.allowed[: scores.shape[-1]].to(scores.device)
-        return scores.masked_fill(~allowed, -float("inf"))
+        left = scores.masked_fill(~allowed, -float("inf"))
+        if left.max() > -float("inf") or bool(left.isnan().any()):
+            return left
+        if not self._text.may_end:
+            raise RefusedError(
+                "no token is left that the schema allows: what else is asked for (such as no_repeat_ngram_size) hides "
+                "all of them; leave it out",
+                "generation_config",
+            )
+        left[:, self._ends] = 0
+        return left
 
 
 class ForcedTokens(GuessSource):

@@ -79,12 +79,15 @@ class Message(Form):
     def _stop(self) -> dict:
         (answer,) = self.answers
         assert answer.end is not None
-        reason = "max_tokens" if answer.end.reason == "length" else "end_turn"
-        if answer.calls:
+        stop = None
+        if answer.end.reason == "length":
+            reason = "max_tokens"
+        elif answer.calls:
             reason = "tool_use"
-        elif answer.end.stop is not None:
-            reason = "stop_sequence"
-        return {"stop_reason": reason, "stop_sequence": answer.end.stop}
+        else:
+            stop = answer.end.stop
+            reason = "end_turn" if stop is None else "stop_sequence"
+        return {"stop_reason": reason, "stop_sequence": stop}
 
     def _begin_block(self, begun: dict) -> str:
         self._blocks += 1

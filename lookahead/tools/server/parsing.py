@@ -160,15 +160,17 @@ class Parser:
 class Trim:
     """Leaves out the blanks around reasoning and text, which the marks between the parts of an answer leave."""
 
-    def __init__(self) -> None:
-        self._kind, self._has_begun = TEXT, False
+    def __init__(self, goes_on: bool = False) -> None:
+        """goes_on: whether the prompt has begun the first part, which may then go on with a blank."""
+        self._kind: str | None = None
+        self._has_begun, self._goes_on = False, goes_on
         self.blanks = ""
         """Those that are held back: they may be the last ones."""
 
     def feed(self, kind: str, text: str) -> str:
         """Return what is certain of a text of this kind."""
         if kind != self._kind:
-            self._kind, self.blanks, self._has_begun = kind, "", False
+            self._kind, self.blanks, self._has_begun, self._goes_on = kind, "", self._goes_on, False
         text = self.blanks + text
         if not self._has_begun:
             text = text.lstrip()

@@ -38,6 +38,7 @@ class Prompt:
     text: of the prompt of a completion.
     predicted: tokens of the text that the client expects.
     has_parts: whether answers have parts, which a `Parser` tells apart.
+    goes_on: whether an answer goes on with a text that the prompt has begun.
     tools: that the model may call.
     ends: tokens of its beginnings that other prompts are likely to share, ascending, where caches cannot be cut back.
     marks: of reasoning, where answers have any. thought: its tokens, at most; None: as many as it likes.
@@ -49,6 +50,7 @@ class Prompt:
     predicted: list[int]
     text: str = ""
     has_parts: bool = False
+    goes_on: bool = False
     tools: list[Any] | None = None
     ends: tuple[int, ...] = ()
     marks: Marks | None = None
@@ -201,6 +203,7 @@ class Reader:
         return Prompt(prompt, predicted, str(self.tokenizer.decode(prompt)))
 
     def _chat(self, asked: Asked, messages: list[dict], predicted: list[int]) -> Prompt:
+        goes_on = asked.continues and bool(messages[-1]["content"].strip())
         if not self._writes_text:
             read: Any = self.tokenizer.apply_chat_template(
                 messages,
@@ -211,7 +214,7 @@ class Reader:
                 **asked.variables,
             )
             ids = read["input_ids"]
-            return Prompt(ids, predicted, "", True, asked.tools)
+            return Prompt(ids, predicted, "", True, goes_on, asked.tools)
         how = not asked.continues, asked.continues
         rendered = self._render(asked, messages, asked.tools, *how)
         if asked.tools and rendered == self._render(asked, messages, None, *how):
@@ -220,7 +223,7 @@ class Reader:
         conversation = None if asked.continues else Conversation(digest, _digest(rendered))
         ids = self._with_written(asked, messages, rendered, known) or self._encode(rendered)
         ends = self._shared(asked, messages, rendered, ids) if self._keeps_beginnings and not asked.continues else ()
-        return Prompt(ids, predicted, "", True, asked.tools, ends, conversation=conversation)
+        return Prompt(ids, predicted, "", True, goes_on, asked.tools, ends, conversation=conversation)
 
     def _shared(self, asked: Asked, messages: list[dict], rendered: str, ids: list[int]) -> tuple[int, ...]:
         """Return how many tokens another prompt shares, if its first question is another one, and if it goes on from
