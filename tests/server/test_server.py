@@ -21,7 +21,7 @@ import pytest
 import serving as script
 import torch
 from click.testing import CliRunner
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from server_process import ENVIRONMENT, ROOT, SERVE, ask, connect, running
 from tokenizers import Tokenizer, decoders, models, normalizers
@@ -321,6 +321,31 @@ def test_only_tokens_whose_text_is_sent_have_probabilities(tokenizer, text, stop
             sent_bytes = sent.encode()
         assert everything.startswith(sent_bytes), (everything, sent_bytes)
         assert len(everything) - len(last) < len(sent_bytes), (written, sent)
+
+
+@settings(deadline=None)
+@given(
+    st.lists(
+        st.sampled_from([
+            "<think>", "</think>", "a", "bb", " ", "\n", "\u00e9", "<", '<tool>{"name": "f", "arguments": {}}</tool>',
+            "<tool>no call</tool>",
+        ]), max_size=8,
+    ),
+    st.booleans(), st.randoms(),
+)  # fmt: skip
+def test_tokens_of_marks_and_calls_have_no_probabilities(tokenizer, written, begun, random):
+    """Those of a text are its own, and those of reasoning stand with it, however many tokens a step writes."""
+    ids = [token for text in written for token in tokenizer(text, add_special_tokens=False).input_ids]
+    cuts = sorted(random.sample(range(len(ids) + 1), random.randint(0, len(ids))))
+    steps = [ids[at:end] for at, end in zip([0, *cuts], [*cuts, len(ids)], strict=True)]
+    prompt = "~<think>" if begun else "~"
+    pieces = told(tokenizer, steps, (), Parser(tokenizer, THINKING, prompt, None))
+    assert pieces == told(tokenizer, [[token] for token in ids], (), Parser(tokenizer, THINKING, prompt, None))
+    for kind in (TEXT, REASONING):
+        of_kind = [piece for piece in pieces if isinstance(piece, Words) and piece.kind == kind]
+        sent = "".join(piece.text for piece in of_kind)
+        own = b"".join(each.bytes for piece in of_kind for each in piece.likelihoods).decode()
+        assert "".join(own.split()) == "".join(sent.split()), (sent, own)
 
 
 def test_tokens_are_named_by_what_they_add_to_a_text():

@@ -16,6 +16,7 @@ import urllib.parse
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
+from types import SimpleNamespace
 
 import endure_server
 import pytest
@@ -36,6 +37,7 @@ from lookahead.tools.server.arriving import Bodies
 from lookahead.tools.server.chats import Completion
 from lookahead.tools.server.fields import Asked, Wishes
 from lookahead.tools.server.generations import MOST_ANSWERS, MOST_WAITING, BusyError
+from lookahead.tools.server.leaving import Gathered
 from lookahead.tools.server.parsing import TEXT
 from lookahead.tools.server.reading import Prompt
 
@@ -635,7 +637,7 @@ def test_a_stream_that_is_taken_too_slowly_is_given_up(monkeypatch, is_taken, st
         async def send(message: dict) -> None:
             await asyncio.sleep(0 if is_taken else 60)
 
-        exchange = Exchange(None, COMPLETION, {}, None, send)
+        exchange = Exchange(SimpleNamespace(gathered=Gathered()), COMPLETION, {}, None, send)
         exchange._form = form = Completion(Asked(streams=streams), "m", [Prompt([1], [])], 1)
         exchange._gone, exchange._unwritten = asyncio.get_running_loop().create_future(), 1
         task = asyncio.ensure_future(exchange._stream(form) if streams else exchange._gather(form))
@@ -650,6 +652,24 @@ def test_a_stream_that_is_taken_too_slowly_is_given_up(monkeypatch, is_taken, st
     assert is_given_up == (streams and not is_taken)
     assert (unsent < 5_000) == (streams and is_taken)
     assert kept == (0 if streams else 1000)
+
+
+def test_answers_that_come_whole_have_a_bound_together():
+    """The largest ends, for the reason that is told, and others go on. As a stream it may be as long as it likes."""
+    code = "from lookahead.tools.server import leaving; leaving.GATHERED = 200_000"
+    with running(*of_app(code), *COMMAND) as address, ThreadPoolExecutor(2) as threads:
+        small = {"prompt": "def f(x):", "max_tokens": 60, "temperature": 0}
+        large = {"prompt": ["def g(x):"] * 8, "max_tokens": 100, "temperature": 0, "logprobs": 20}
+        alone = ask(address, COMPLETION, **small)
+        beside = threads.submit(ask, address, COMPLETION, **small)
+        status, answered = threads.submit(ask, address, COMPLETION, **large).result()
+        assert (status, answered["error"]["param"]) == (400, "stream")
+        assert "let them come as a stream" in answered["error"]["message"]
+        assert beside.result()[1]["choices"] == alone[1]["choices"]
+        told = events(address, COMPLETION, **large)
+        assert sum(len((event["choices"][0]["logprobs"] or {"tokens": ()})["tokens"]) for _, event in told) > 700
+        assert ask(address, COMPLETION, **small)[1]["choices"] == alone[1]["choices"]
+        assert idle(address)
 
 
 @pytest.mark.parametrize("stream", [False, True])

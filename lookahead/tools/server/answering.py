@@ -29,7 +29,7 @@ SEEN = {*range(33, 127), *range(161, 173), *range(174, 256)}
 LETTERS = "".join(chr(b if b in SEEN else 256 + sum(other not in SEEN for other in range(b))) for b in range(256))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Likelihood:
     """A token and its log probability, before temperature and what else only sampling reads.
 
@@ -195,6 +195,9 @@ class Writer(RecordingStreamer):
         self._taken = 0  # characters that pieces have given back
         self._new: list[int] = []
         self._length = 0  # characters of the text of all tokens
+        self._places: deque[tuple[int, int, int]] = deque()  # tokens, and where the text stands that each has a part of
+        self._without_text: list[int] = []  # tokens that have the beginning of a character
+        self._told = 0  # where the last part has ended
         self._has_prompt = False
         self.count = 0
         """Tokens of the answer."""
@@ -258,8 +261,30 @@ class Writer(RecordingStreamer):
             if self._probabilities is not None:
                 self._probabilities.place(self._length)
             text = self._text(new[at : at + size])
+            if self._probabilities is not None and self._parser is not None:
+                self._place(text)
             self._length += len(text)
             self._hand_over(text)
+
+    def _place(self, text: str) -> None:
+        """Note where the text of the newest token stands."""
+        self._without_text.append(self.count - 1)
+        if text:
+            end = self._length + len(text)
+            self._places += [(token, self._length, end) for token in self._without_text]
+            self._without_text.clear()
+
+    def _leave_out(self, begin: int, end: int) -> int:
+        """Leave out the tokens between the last part and this one: those of marks, and of calls.
+
+        Return how many tokens there are up to the end of this part: further ones may be those of a mark.
+        """
+        while self._places and self._places[0][2] <= begin:
+            token, begins, _ = self._places.popleft()
+            if begins >= self._told and self._probabilities is not None:
+                self._probabilities.leave_out(token)
+        self._told = end
+        return max((token + 1 for token, begins, _ in self._places if begins < end), default=self.count)
 
     def _text(self, tokens: list[int]) -> str:
         """Return the text that tokens complete."""
@@ -276,7 +301,7 @@ class Writer(RecordingStreamer):
         if not text:
             return
         if self._parser is None:
-            self._feed(TEXT, text)
+            self._feed(TEXT, text, self.count)
         else:
             self._parts(self._parser.feed(text))
 
@@ -285,14 +310,18 @@ class Writer(RecordingStreamer):
             for begin, end in self._parser.reasoned:
                 self._reasoning.add(begin, end)
             self._parser.reasoned.clear()
+        places = iter([] if self._parser is None else self._parser.places)
         for part in parts:
-            self._part(part)
+            self._part(part, self.count if isinstance(part, Call) else self._leave_out(*next(places)))
+        if self._parser is not None:
+            self._parser.places.clear()
 
-    def _part(self, part: Part) -> None:
+    def _part(self, part: Part, count: int) -> None:
+        """count: tokens up to its end."""
         if self._has_its_call:
             return
         if not isinstance(part, Call):
-            self._feed(*part)
+            self._feed(*part, count)
             return
         self._words(self._pieces.release())
         self._trim.drop()
@@ -302,8 +331,8 @@ class Writer(RecordingStreamer):
             if self._end_text is not None:
                 self._end_text()
 
-    def _feed(self, kind: str, text: str) -> None:
-        self._fed.append((self._fed[-1][0] + len(text), self.count))
+    def _feed(self, kind: str, text: str, count: int) -> None:
+        self._fed.append((self._fed[-1][0] + len(text), count))
         self._words(self._pieces.feed(kind, text))
 
     def _words(self, pieces: Sequence[tuple[str, str]]) -> None:
@@ -323,7 +352,10 @@ class Writer(RecordingStreamer):
 
 
 class Probabilities(LogitsProcessor):
-    """Notes how probable each token of an answer was. It stands behind all other processors, before sampling."""
+    """Notes how probable each token of an answer was.
+
+    It stands behind penalties, and before what enforces a format or the end of reasoning.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: int, count: int):
         """count: of the likeliest tokens that are named with each."""
@@ -335,6 +367,7 @@ class Probabilities(LogitsProcessor):
         self._told: list[Likelihood] = []  # of all tokens
         self._offsets: list[int] = []
         self._shown = 0  # tokens of which it was returned
+        self._left_out = set[int]()
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         self.see(input_ids[0, self._prompt :].tolist()[-1:])
@@ -362,11 +395,18 @@ class Probabilities(LogitsProcessor):
         """Note where the next token stands: how many characters come before it."""
         self._offsets.append(offset)
 
+    def leave_out(self, token: int) -> None:
+        """Have a token, by its number, returned by nothing: no part of its text is told."""
+        self._left_out.add(token)
+
     def told(self, count: int) -> list[Likelihood]:
         """Return what was noted of the first ``count`` tokens of the answer, but for what was returned before."""
-        noted = zip(self._told[self._shown : count], self._offsets[self._shown : count], strict=True)
-        self._shown = count
-        return [replace(one, offset=offset) for one, offset in noted]
+        first, self._shown = self._shown, max(self._shown, count)
+        return [
+            replace(self._told[token], offset=self._offsets[token])
+            for token in range(first, min(count, len(self._told)))
+            if token not in self._left_out
+        ]
 
 
 def _top_k(row: np.ndarray, count: int) -> list[int]:

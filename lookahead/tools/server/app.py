@@ -50,7 +50,7 @@ from lookahead.tools.server.fields import (
 )
 from lookahead.tools.server.forms import Form
 from lookahead.tools.server.generations import Answer, BusyError, Generations, Worker
-from lookahead.tools.server.leaving import CHUNK, UNREAD, Leaving, size_of
+from lookahead.tools.server.leaving import CHUNK, UNREAD, Gathered, Leaving, size_of
 from lookahead.tools.server.metrics import Metrics, exposition
 from lookahead.tools.server.prefixes import Prefixes
 from lookahead.tools.server.reading import Prompt, Reader, Written
@@ -71,6 +71,10 @@ LEAST_BODY, LARGEST_BODY = 2**20, 2**23
 GRACE = 5  # seconds that requests have to end once the server is told to stop
 LAST_WORDS = 1  # seconds in which a stream can still say that it was stopped
 MOST_OPEN = 256  # requests whose answers are not yet written; further ones are refused
+TOO_LARGE = (
+    "the answers that come whole take too much room, and these the most: let them come as a stream, or ask for fewer "
+    "of them at once, or for fewer probabilities"
+)
 PING = 10  # seconds without an event, after which a stream shows that it is alive
 
 Result = TypeVar("Result")
@@ -243,7 +247,7 @@ class Server:
         self.reading, self.compiling = Worker(), Worker(STACK)
         """Threads that read requests, and that compile what some of them enforce."""
         self.rehearsals = Rehearsals()
-        self.leaving = Leaving()
+        self.leaving, self.gathered = Leaving(), Gathered()
         self.open: set[asyncio.Future] = set()
         """Requests under way."""
 
@@ -406,6 +410,7 @@ class Exchange:
             requests["running"] -= self._has_place
             self._has_place = False
             self._server.leaving.discard(self._client, gone)
+            self._server.gathered.discard(self)
             if self._status == "cancelled":  # or the connection stays until the client has taken what was sent
                 self._scope.get("extensions", {}).get(ABORT, lambda: None)()
             requests[self._path, self._status] += 1
@@ -417,13 +422,18 @@ class Exchange:
         if self._has_place and self._gone is not None:
             self._has_place = False
             self._server.metrics.requests["running"] -= 1
+            self._server.gathered.discard(self)
             self._server.leaving.add(self._client, self._gone, self._size + self._unsent)
 
     def _take(self, number: int, piece: Piece | Exception) -> None:
         """Take a piece of an answer from the thread that writes it."""
-        self._unsent += size_of(piece)
+        self._unsent += (size := size_of(piece))
         self._pieces.put_nowait((number, piece))
-        if self._unsent > UNREAD and self._form is not None and self._form.asked.streams and self._gone is not None:
+        if self._form is not None and not self._form.asked.streams:
+            largest = self._server.gathered.add(self, size)
+            if isinstance(largest, Exchange):
+                largest._pieces.put_nowait((0, RefusedError(TOO_LARGE, "stream")))
+        elif self._unsent > UNREAD and self._gone is not None:
             self._gone.cancel()
         self._unwritten -= isinstance(piece, End)
         if not self._unwritten or isinstance(piece, Exception):

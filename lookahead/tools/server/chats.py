@@ -53,7 +53,8 @@ class Chat(_OfChoices):
         answer = self.answers[number]
         if isinstance(piece, Words):
             named = {"content" if piece.kind == TEXT else "reasoning_content": piece.text}
-            more = {"logprobs": probabilities(piece.likelihoods)} if piece.likelihoods else {}
+            of_text = piece.likelihoods if piece.kind == TEXT else []
+            more = {"logprobs": probabilities(of_text)} if of_text else {}
             yield self._delta(number, named, **more)
         elif isinstance(piece, Call):
             name, call = answer.parts[-1]

@@ -56,7 +56,7 @@ class Whole:
                 self.parts[-1] = piece.kind, self.parts[-1][1] + piece.text
             else:
                 self.parts.append((piece.kind, piece.text))
-            self.likelihoods += piece.likelihoods
+            self.likelihoods += piece.likelihoods if piece.kind == TEXT else []
             self.tokens, self.reasoning = piece.tokens, piece.reasoning
         elif isinstance(piece, Call):
             self.parts.append((name_of_call(), piece))

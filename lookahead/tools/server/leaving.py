@@ -1,10 +1,12 @@
-"""Answers while they leave: those that are written, and wait for their clients to take them.
+"""Answers while they leave: those that are written, and wait for their clients to take them; and what is written of
+answers that come whole.
 
-They hold no place of a request. Where there are too many, or too large ones, one makes room: it is one of the client
-with the most of them; of these, the one that was written first.
+The first hold no place of a request. Where there are too many, or too large ones, one makes room: it is one of the
+client with the most of them; of these, the one that was written first.
 """
 
 from asyncio import Future
+from collections.abc import Hashable
 from typing import Any
 
 from lookahead.tools.server.answering import Piece, Words
@@ -12,6 +14,7 @@ from lookahead.tools.server.arriving import Waiting
 from lookahead.tools.server.parsing import Call
 
 MOST_UNREAD = 128  # answers
+GATHERED = 2**27  # bytes of answers that come whole, while they are written, all together
 UNREAD = 2**26  # bytes of them, all together, where one may have more; and of a stream that is still written
 CHUNK = 2**16  # bytes that a client is sent at once, at most
 A_PIECE, A_TOKEN = 512, 128  # bytes that stand around a piece, and that a token takes with its probability
@@ -39,6 +42,28 @@ class Leaving:
         """Forget an answer. It may be forgotten before."""
         if self._waiting.discard(client, gone):
             self._bytes -= self._sizes.pop(gone)
+
+
+class Gathered:
+    """What is written of answers that come whole, until all of each is. Only one event loop may use it."""
+
+    def __init__(self) -> None:
+        self._sizes: dict[Hashable, int] = {}
+        self._bytes = 0
+
+    def add(self, answer: Hashable, size: int) -> Hashable | None:
+        """Let an answer grow by ``size`` bytes. Return the one that must end, the largest, if all take too many."""
+        self._sizes[answer] = self._sizes.get(answer, 0) + size
+        self._bytes += size
+        if self._bytes <= GATHERED:
+            return None
+        largest = max(self._sizes, key=self._sizes.__getitem__)
+        self.discard(largest)
+        return largest
+
+    def discard(self, answer: Hashable) -> None:
+        """Forget an answer. It may be forgotten before."""
+        self._bytes -= self._sizes.pop(answer, 0)
 
 
 def size_of(piece: Piece | Exception) -> int:

@@ -100,6 +100,8 @@ class Parser:
         """Whether answers have reasoning."""
         self.reasoned: list[tuple[int, int]] = []
         """Where the reasoning of the parts so far stands in the text: begin and end. Whoever takes them clears it."""
+        self.places: list[tuple[int, int]] = []
+        """Where the texts of the parts so far stand: begin and end of each. Whoever takes the parts clears it."""
         self._may_fail = False  # whether a part has begun that is read when it ends
 
     def feed(self, text: str) -> list[Part]:
@@ -143,17 +145,22 @@ class Parser:
                 parts.append(_call(event["value"]["function"]))
             elif is_clean and (name in REASONING_FIELDS or name == "content"):
                 shown = self._unseen.sub("", event["text"])
-                if name != "content":  # marks stand before and behind it
-                    at = self._read - len(event["text"]) if number else begin
-                    self.reasoned.append((at, at + len(event["text"])))
-                parts += [(TEXT if name == "content" else REASONING, shown)] if shown else []
+                at = self._read - len(event["text"]) if number else begin  # marks stand before and behind it
+                place = at, at + len(event["text"])
+                if name != "content":
+                    self.reasoned.append(place)
+                if shown:
+                    parts.append((TEXT if name == "content" else REASONING, shown))
+                    self.places.append(place)
             if event["type"] == "region_close" and self._may_fail:
                 self._held = text
             self._may_fail = event["type"] != "region_close" and not is_clean
         return parts
 
     def _as_text(self) -> list[Part]:
+        place = self._fed - len(self._held), self._fed
         self._parser, text, self._held = None, self._unseen.sub("", self._held), ""
+        self.places += [place] if text else []
         return [(TEXT, text)] if text else []
 
 
