@@ -11,6 +11,7 @@ import time
 import urllib.error
 import urllib.request
 from functools import cache
+from pathlib import Path
 
 import openai
 import pytest
@@ -580,6 +581,19 @@ def test_the_page_needs_nothing_from_elsewhere(address):
     text = page.decode()
     assert not re.search(r"(src|href)=|url\(|@import|https?://", text)
     assert "/v1/chat/completions" in text
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="no Node is installed")
+def test_a_new_chat_begins_empty():
+    """Also in the middle of an answer. What was not answered is in no later conversation."""
+    page = Path(app.__file__).with_name("page.html")
+    command = ["node", str(Path(__file__).with_name("use_page.js")), str(page)]
+    said = json.loads(subprocess.run(command, capture_output=True, check=True, timeout=60, text=True).stdout)
+    assert said["shown"] == 0
+    two = [("user", "two"), ("assistant", "whole")]
+    assert [[(one["role"], one["content"]) for one in chat] for chat in said["sent"]] == [
+        [("user", "one")], two[:1], [*two, ("user", "three")], [*two, ("user", "four")],
+    ]  # fmt: skip
 
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)

@@ -8,7 +8,7 @@ from lookahead.extending import bytes_of, can_be_cut, cut, empty_cache
 from lookahead.tools.audit import first_difference
 
 LEAST_SHARED = 16  # tokens: less of another text is not worth a copy
-ROOM = 4096  # positions beyond a prompt that a cache allocates at once, at most
+ROOM, ROWS = 4096, 128  # positions beyond a prompt that a cache allocates at once, at most; and those of a step
 
 
 @dataclass(eq=False)
@@ -51,7 +51,7 @@ class Prefixes:
         cache, shared = self._found(ids, shares)
         self.cached_tokens += shared
         if cache is None:
-            cache = self._empty(len(ids) + min(new, ROOM))
+            cache = self._empty(len(ids) + min(new, ROOM) + ROWS)
         if cache is not None and can_be_cut(cache):
             self._lent.append((ids, cache))
         return cache, shared
