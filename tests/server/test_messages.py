@@ -296,7 +296,7 @@ def test_a_template_gets_no_tools_where_none_may_be_called(more):
         ({"messages": [{"role": "user", "content": 5}]}, "a text, or a list of blocks"),
         ({"messages": [{"role": "user", "content": []}]}, "messages must hold a text"),
         ({"tool_choice": {"type": "any"}}, "where there are no tools"),
-        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools must be of type function"),
+        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools must be of type custom"),
         ({"stop": "x"}, "give stop_sequences instead"),
         ({"mcp_servers": [{"name": "x"}]}, "mcp_servers must be empty"),
         ({"output_format": {}}, "give output_config.format instead"),
@@ -355,7 +355,8 @@ def test_slashes_around_a_path_mean_nothing(address, path):
 def test_what_is_got_may_end_with_a_slash(address):
     for path in ("/v1/models/", "/v1/models/demo/", "/health/", "/metrics/"):
         assert get(address, path)[0] == 200
-    assert json.loads(get(address, "/v1/models/")[2])["data"][0]["id"] == "demo"
+    (model,) = json.loads(get(address, "/v1/models/")[2])["data"]
+    assert (model["id"], model["lifecycle"], model["max_input_tokens"]) == ("demo", "active", 1023)
 
 
 def test_a_request_that_is_refused_for_want_of_room_has_a_line(plain, tokenizer, monkeypatch, caplog):

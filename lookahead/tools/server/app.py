@@ -313,9 +313,11 @@ class Server:
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     def _described(self) -> dict:
+        context = context_length(self._model)
         return {
             "id": self.name, "object": "model", "created": self._since, "owned_by": "lookahead", "type": "model",
-            "display_name": self.name, "context_length": context_length(self._model),
+            "display_name": self.name, "context_length": context, "max_input_tokens": context - 1,
+            "lifecycle": "active",
             "created_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self._since)),
         }  # fmt: skip
 
