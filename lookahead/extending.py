@@ -16,9 +16,10 @@ from lookahead.guessing.pool import PoolGuesser, PoolSource
 from lookahead.guessing.source import Batch, Guesser, GuessSource, Limits, Needs, Outcome, top_k
 from lookahead.models.adapter import UnsupportedModelError, context_length, device_of, vocabulary_of
 from lookahead.models.cache import AnyCache, InPlaceLayer, LookaheadCache, copy_of_cache
+from lookahead.models.kept import OfModels
 from lookahead.models.layers import read_config
 from lookahead.models.passed_in import bytes_of, can_be_cut, cut, empty_cache
-from lookahead.models.state import State, state_of
+from lookahead.models.state import state_of
 from lookahead.passes.capabilities import can_batch, choose_runner
 from lookahead.passes.costs import StepCosts, path_of, step_costs, write_json
 from lookahead.passes.environment import processor
@@ -61,8 +62,8 @@ __all__ = [  # noqa: RUF022 - by what they are for
     "mtp_logits",
     "mtp_model",
     "run_mtp_layer",
-    "State",
     "state_of",
+    "OfModels",
     # Passes over it: what runs them, on which cache, and what they cost.
     "gemm",
     "products",

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from typing import Any, SupportsIndex
 
 import torch
@@ -60,8 +60,8 @@ class LookaheadMixin:
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple:
         reduced: tuple = super().__reduce_ex__(protocol)  # type: ignore[assignment]  # no name
-        _, (cls, *arguments), *rest = reduced
-        return _new_wrapped, (_own_class(cls), *arguments), *rest  # pickle cannot find a wrapped class by name
+        _, (cls, *_), *rest = reduced  # other protocols than 2 also name the class that makes an empty object
+        return _new_wrapped, (_own_class(cls),), *rest  # pickle cannot find a wrapped class by name
 
 
 def _engine(model: PreTrainedModel) -> Lookahead | None:
@@ -90,9 +90,12 @@ def own_loop(model: PreTrainedModel) -> Callable:
     return _own_method(model, "_sample")
 
 
-@cache
 def _wrapped_class(cls: type) -> type[LookaheadMixin]:
     """Subclass of ``cls`` with the same name, so that saving, pipelines and registries still know the model."""
+    known: list[type] = type.__subclasses__(cls)
+    made = next((one for one in known if one.__bases__ == (LookaheadMixin, cls)), None)
+    if made is not None:  # while a model has it: a class of the user's is not kept alive
+        return made
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     return type(cls.__name__, (LookaheadMixin, cls), names)
 

@@ -2,7 +2,6 @@
 
 import warnings
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from transformers import (
@@ -19,6 +18,7 @@ from lookahead.config import MAX_ROWS, LookaheadConfig
 from lookahead.engine.prefill import cache_passed_in, is_empty, positions_in, repeats_what_is_cached
 from lookahead.models.adapter import context_length
 from lookahead.models.cache import CountedCache
+from lookahead.models.kept import OfModels
 from lookahead.models.layers import hides_in_cache_alone, ropes_of
 from lookahead.models.origin import Foreign, is_own
 from lookahead.models.state import state_of
@@ -40,7 +40,7 @@ CHOOSING = (
     (torch, "multinomial"), (torch, "argmax"), (torch.nn.functional, "softmax"),
 )  # fmt: skip
 
-_warned: WeakKeyDictionary[PreTrainedModel, set[str]] = WeakKeyDictionary()
+_warned = OfModels[set[str]]()
 
 
 def warn_plain(model: PreTrainedModel, reason: str) -> None:

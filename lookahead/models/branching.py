@@ -11,7 +11,6 @@ import inspect
 from collections.abc import Callable
 from functools import partial
 from types import FunctionType, MethodType
-from weakref import WeakKeyDictionary
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -19,7 +18,7 @@ from transformers import PreTrainedModel
 from lookahead.compat import replaces_forward
 from lookahead.compat.copies import copy_of_module
 from lookahead.models import biases, recurrence
-from lookahead.models.state import State, state_of
+from lookahead.models.state import state_of
 from lookahead.models.users_code import PASS_ON
 
 _OURS: dict[str, Callable] = {
@@ -35,9 +34,6 @@ _CHANGES = {
     "update_conv_state": {"causal_conv1d_fn"},
     "update_recurrent_state": _OURS.keys() - {"causal_conv1d_fn"},
 }
-
-# Of a model as it is: they go with its state, when the model changes or is unwrapped.
-_copies: WeakKeyDictionary[State, tuple[bool, PreTrainedModel]] = WeakKeyDictionary()
 
 
 def why_not(model: PreTrainedModel) -> str | None:
@@ -74,13 +70,13 @@ def branching(model: PreTrainedModel) -> PreTrainedModel:
 
     It is the same while ``model`` does not change.
     """
-    state = state_of(model)
-    if state not in _copies or _copies[state][0] != model.training:
+    kept, key = state_of(model).kept, ("branching", model.training)
+    if key not in kept:
         copied = _copied(model, {})
         vars(copied).pop("lookahead", None)  # the wrap of the model
         assert isinstance(copied, PreTrainedModel)
-        _copies[state] = model.training, copied
-    return _copies[state][1]
+        kept[key] = copied
+    return kept[key]
 
 
 def _copied(module: nn.Module, known: dict[int, nn.Module]) -> nn.Module:

@@ -17,6 +17,7 @@ from itertools import chain, pairwise, repeat
 from operator import attrgetter, is_, methodcaller
 from types import BuiltinFunctionType, CodeType, FunctionType, GenericAlias, MethodType, ModuleType
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -143,14 +144,18 @@ def _source(module: str) -> _Source | None:
         return None
 
 
-@cache
+_defined: WeakKeyDictionary[type, bool] = WeakKeyDictionary()
+
+
 def is_defined(cls: type) -> bool:
     """Whether torch or transformers, or Python, defines a class and those that it is derived from."""
-    return all(
-        (source is not None and base.__qualname__ in source.codes) or _is_pythons(base.__module__) or base in _IN_C
-        for base in cls.__mro__
-        for source in [_source(base.__module__)]
-    )
+    if cls not in _defined:
+        _defined[cls] = all(
+            (source is not None and base.__qualname__ in source.codes) or _is_pythons(base.__module__) or base in _IN_C
+            for base in cls.__mro__
+            for source in [_source(base.__module__)]
+        )
+    return _defined[cls]
 
 
 _IN_C = (torch.Tensor, *torch.Tensor.__mro__)

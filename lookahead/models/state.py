@@ -5,14 +5,13 @@ checks it. If no object has changed since the last check, this takes a fraction 
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from operator import is_
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -21,6 +20,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from lookahead import compat
 from lookahead.models import attention
+from lookahead.models.kept import ATTRIBUTE, OfModels
 from lookahead.models.origin import Foreign, Origin, code_of, is_defined, is_own
 
 _CACHES = (DynamicCache, DynamicLayer, DynamicSlidingWindowLayer)  # which `LookaheadCache` stands in for
@@ -38,7 +38,7 @@ _FUNCTIONS = FunctionType, MethodType, BuiltinFunctionType, partial
 _SETTINGS = bool, int, float, str
 _MOST_ORIGINS = 64  # kept for later models of the same classes
 
-_origins: dict[frozenset[type], Origin] = {}
+_origins: dict[frozenset[type], Origin] = {}  # without code of users, which may know a model: it would never be freed
 
 
 class _Same:
@@ -57,7 +57,8 @@ class _Same:
 class State:
     """Everything that a verdict on a model's passes depends on."""
 
-    def __init__(self, model: PreTrainedModel):
+    def __init__(self, model: PreTrainedModel, before: "State | None" = None):
+        """before: of the same model."""
         self._modules = list(model.modules())[1:]  # the model itself would be kept alive
         modules = [model, *self._modules]
         self._classes = list(map(type, modules))
@@ -76,7 +77,7 @@ class State:
         self._differing = _differing(model.config.get_text_config(decoder=True), self._configs)
         self._global_hooks = compat.global_hooks_of_users()
         self._registered = _registered(model)
-        origin = self._origin = _origin(frozenset(self._classes), self._registered)
+        origin = self._origin = _origin(self._classes, self._registered, before)
         self.names = origin.names
         """Names of attributes and functions that passes use."""
         self.foreign = (*origin.foreign, *_replaced(modules, origin))
@@ -85,6 +86,8 @@ class State:
         hooks += [(-1, hook) for hook in self._global_hooks]
         self.ropes: list[dict] | None = None
         """The result of `layers.ropes_of`."""
+        self.kept: dict[Hashable, Any] = {}
+        """What was made of the model as it is, such as copies of its modules."""
         self.users = None
         """That code, and hooks, if there are any."""
         if self.foreign or hooks:
@@ -148,7 +151,7 @@ class State:
         return self.users.why_plain() if self.users else None
 
 
-_states: WeakKeyDictionary[PreTrainedModel, State] = WeakKeyDictionary()
+_states = OfModels[State]()
 
 
 _thread = threading.local()
@@ -173,22 +176,27 @@ def state_of(model: PreTrainedModel) -> State:
     attention.is_registered()
     state = _states.get(model)
     if state is None or not state.is_current(model):
-        state = _states[model] = State(model)
+        state = _states.set(model, State(model, state))
     return state
 
 
 def forget(model: PreTrainedModel) -> None:
     """Release the parts of a model."""
-    _states.pop(model, None)
+    _states.pop(model)
 
 
-def _origin(classes: frozenset[type], registered: list[tuple[str, str, Any]]) -> Origin:
+def _origin(of_modules: list[type], registered: list[tuple[str, str, Any]], before: State | None) -> Origin:
+    """Follow these classes, unless that was done already, for a model of the same ones. before: of this model."""
+    classes = frozenset(of_modules)
     origin = _origins.pop(classes, None)
+    if origin is None and before is not None and frozenset(before._classes) == classes:
+        origin = before._origin
     if origin is None or not origin.is_current() or origin.functions != registered:
         origin = Origin((*classes, *_CACHES, *compat.REGISTRY_CLASSES), registered)
-    _origins[classes] = origin
-    if len(_origins) > _MOST_ORIGINS:
-        del _origins[next(iter(_origins))]
+    if not origin.foreign and all(map(is_defined, map(_unwrapped, classes))):
+        _origins[classes] = origin
+        if len(_origins) > _MOST_ORIGINS:
+            del _origins[next(iter(_origins))]
     return origin
 
 
@@ -231,7 +239,8 @@ def _unwrapped(cls: type) -> type:
 
 def _identities(model: PreTrainedModel) -> list[tuple[str, int]]:
     """The attributes of a model, by name, without those that `wrap` and `generate` use."""
-    return [(name, id(value)) for name, value in vars(model).items() if name not in ("lookahead", "generation_config")]
+    own = list(vars(model).items())  # at once, for another thread may add one
+    return [(name, id(value)) for name, value in own if name not in ("lookahead", "generation_config", ATTRIBUTE)]
 
 
 def _of(dictionaries: list[dict[str, torch.Tensor | None]]) -> list[torch.Tensor]:

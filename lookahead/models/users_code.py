@@ -3,10 +3,10 @@
 import inspect
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
-from functools import cache
 from itertools import islice
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -130,6 +130,10 @@ def _takes_masks(module: nn.Module) -> bool:
     )
 
 
-@cache
+_arguments_of: WeakKeyDictionary[Callable, frozenset[str]] = WeakKeyDictionary()
+
+
 def _arguments(forward: Callable) -> Collection[str]:
-    return inspect.signature(forward).parameters
+    if forward not in _arguments_of:
+        _arguments_of[forward] = frozenset(inspect.signature(forward).parameters)
+    return _arguments_of[forward]

@@ -8,7 +8,6 @@ from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
-from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedModel
 
@@ -16,6 +15,7 @@ from lookahead.compat import attention_implementation
 from lookahead.config import LookaheadConfig
 from lookahead.models.adapter import ModelAdapter, UnsupportedModelError, device_of
 from lookahead.models.families import UnknownModelError
+from lookahead.models.kept import OfModels
 from lookahead.models.layers import read_config
 from lookahead.models.state import state_of
 from lookahead.passes import verdicts
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _KEPT = "in_inference_mode", "can_branch", "branches_states", "splits_attention", "uses_kernels"
 _MOST_FOUND = 32  # results that are kept for a model
 
-_found: WeakKeyDictionary[PreTrainedModel, dict[tuple, Any]] = WeakKeyDictionary()
+_found = OfModels[dict[tuple, Any]]()
 
 
 def once(model: PreTrainedModel, what: Hashable, cpu_kernels: bool, find: Callable[[], Any]) -> Any:

@@ -13,7 +13,6 @@ from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import platformdirs
@@ -24,6 +23,7 @@ from transformers import PreTrainedModel
 from lookahead.compat import attention_implementation, settings_of
 from lookahead.cpu import native, products
 from lookahead.models.adapter import device_of
+from lookahead.models.kept import OfModels
 from lookahead.passes.environment import environment
 from lookahead.passes.runner import EagerRunner
 from ngram_pool.forks import Lock
@@ -164,7 +164,7 @@ def ascending(seconds: np.ndarray) -> np.ndarray:
     return np.minimum.accumulate(seconds[::-1])[::-1]
 
 
-_known: WeakKeyDictionary[PreTrainedModel, dict[tuple, StepCosts]] = WeakKeyDictionary()
+_known = OfModels[dict[tuple, StepCosts]]()
 
 
 def step_costs(runner: EagerRunner, anew: float | None = None) -> StepCosts:

@@ -8,7 +8,7 @@ import os
 import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
-from weakref import WeakKeyDictionary, WeakSet, ref
+from weakref import WeakSet, ref
 
 import torch
 from transformers import PreTrainedModel
@@ -17,6 +17,7 @@ from lookahead.cpu.executor import Executor, pack
 from lookahead.cpu.products import Linear
 from lookahead.cpu.program import Program
 from lookahead.models.adapter import ModelAdapter
+from lookahead.models.kept import OfModels
 from lookahead.models.state import State, state_of
 from lookahead.passes.runner import EagerRunner
 from lookahead.step import Visibility
@@ -98,6 +99,7 @@ class PackedModel:
     """
 
     def __init__(self) -> None:
+        _all.add(self)
         self.turn = threading.RLock()
         """Lock that a thread holds during a pass, because two passes at once would compete for cores."""
         self.bytes_in_blocks = 0
@@ -136,7 +138,8 @@ class PackedModel:
             self._waiting = ready
 
 
-_packed: WeakKeyDictionary[PreTrainedModel, PackedModel] = WeakKeyDictionary()
+_packed = OfModels[PackedModel]()
+_all: WeakSet[PackedModel] = WeakSet()
 
 
 def packed_of(model: PreTrainedModel) -> PackedModel:
@@ -145,12 +148,12 @@ def packed_of(model: PreTrainedModel) -> PackedModel:
 
 def forget(model: PreTrainedModel) -> None:
     """Free the packed weights and the program of a model that no call decodes."""
-    _packed.pop(model, None)
+    _packed.pop(model)
 
 
 def _after_fork() -> None:
     """Make new locks, because a forked child has none of the threads that held the old ones."""
-    for packed in list(_packed.values()):
+    for packed in list(_all):
         packed.turn = threading.RLock()
 
 

@@ -15,7 +15,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, takewhile
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -32,6 +31,7 @@ from lookahead.extending import (
     Ledger,
     Limits,
     LookaheadConfig,
+    OfModels,
     Outcome,
     Pace,
     PoolSource,
@@ -90,7 +90,7 @@ class Sharpness:
         self._exponent = min(max(self._exponent, 1 / MAX_SHARPNESS), MAX_SHARPNESS)
 
 
-_sharpness: WeakKeyDictionary[PreTrainedModel, dict[bool, Sharpness]] = WeakKeyDictionary()
+_sharpness = OfModels[dict[bool, Sharpness]]()
 
 
 def sharpness_of(model: PreTrainedModel, has_draws: bool) -> Sharpness:
@@ -247,7 +247,7 @@ class _Inner:
         self.ledger, self.pool = Ledger(self.sources), NgramPool(memory_mb)
 
 
-_inner: WeakKeyDictionary[PreTrainedModel, _Inner] = WeakKeyDictionary()
+_inner = OfModels[_Inner]()
 
 
 class DraftModelSource(GuessSource):
@@ -294,9 +294,7 @@ class DraftModelSource(GuessSource):
     def own_sources(self) -> Any:
         """The `Lookahead` of a wrapped draft model, or the `_Inner` of another."""
         if (engine := self.engine) is None:
-            if self.model not in _inner:
-                _inner.setdefault(self.model, _Inner(self._config.pool_memory_mb))
-            return _inner[self.model]
+            return _inner.get(self.model) or _inner.setdefault(self.model, _Inner(self._config.pool_memory_mb))
         if engine.needs.hidden_states:
             raise ValueError(
                 "a draft model's own sources cannot have hidden states: wrap the draft model without its heads"

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -29,7 +28,6 @@ from lookahead.extending import (
     LookaheadCache,
     LookaheadConfig,
     Outcome,
-    State,
     Step,
     StepCosts,
     UnsupportedModelError,
@@ -161,9 +159,6 @@ def _unsupported(model: PreTrainedModel, reason: str) -> UnsupportedModelError:
 
 # The model without some layers
 
-# Of a model as it is: they go with its state, when the model changes or is unwrapped.
-_copies: WeakKeyDictionary[State, dict[tuple[int, ...], tuple[tuple, PreTrainedModel]]] = WeakKeyDictionary()
-
 
 def _layer_list(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     """Return the list of the model's layers and its name. Raises UnsupportedModelError unless there is exactly one."""
@@ -186,10 +181,10 @@ def _without(model: PreTrainedModel, skipped: tuple[int, ...]) -> PreTrainedMode
     Raises UnsupportedModelError if a module that must be copied is bound to itself.
     """
     made_of = attention_implementation(model.config), model.training, *map(id, model.modules())
-    known = _copies.setdefault(state_of(model), {})
-    if skipped not in known or known[skipped][0] != made_of:
-        known[skipped] = made_of, _make_without(model, skipped)
-    return known[skipped][1]
+    kept, key = state_of(model).kept, ("layer skip", skipped)  # it goes when the model changes or is unwrapped
+    if key not in kept or kept[key][0] != made_of:
+        kept[key] = made_of, _make_without(model, skipped)
+    return kept[key][1]
 
 
 def _make_without(model: PreTrainedModel, skipped: tuple[int, ...]) -> PreTrainedModel:

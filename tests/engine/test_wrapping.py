@@ -1,6 +1,7 @@
 """Wrapping and unwrapping: what a wrapped model says of itself, and what threads may do to it meanwhile."""
 
 import copy
+import functools
 import gc
 import pickle
 import threading
@@ -8,6 +9,7 @@ import warnings
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
+import accelerate
 import pytest
 import torch
 from test_products import small_llama
@@ -21,7 +23,6 @@ from lookahead.guessing.budget import TRIAL_STEPS, WindowTrials
 from lookahead.models.state import state_of
 from lookahead.passes import probe
 from lookahead.passes.packed import packed_of
-from lookahead.sources import layer_skip
 from ngram_pool import native as of_pools
 
 IDS = torch.tensor([[5, 6, 7, 8, 5, 6, 7, 8, 5, 6]])
@@ -285,8 +286,85 @@ def test_the_probe_moves_the_embeddings_of_its_own_thread_alone():
 def test_unwrapping_frees_copies():
     model = lookahead.wrap(small_llama())
     packed = weakref.ref(packed_of(model))
-    layer_skip._copies[state_of(model)] = {}
+    state = weakref.ref(state_of(model))
     lookahead.unwrap(model)
     gc.collect()
     assert packed() is None
-    assert not layer_skip._copies
+    assert state() is None, "and with it copies of modules"
+
+
+def seen_by_hook(model):
+    model.model.layers[0].register_forward_hook(lambda module, inputs, output: model.config and None)
+
+
+def seen_by_forward(model):
+    own = model.forward
+
+    @functools.wraps(own)
+    def forward(*args, **kwargs):
+        return own(*args, **kwargs)
+
+    model.forward = forward
+
+
+def seen_by_class(model):
+    mlp = model.model.layers[0].mlp
+    scaled = type("Scaled", (type(mlp),), {"forward": lambda self, x: model.scale * super(type(self), self).forward(x)})
+    model.scale, mlp.__class__ = 0.5, scaled
+
+
+def seen_by_part(model):
+    model.model.owner = [model]
+
+
+def dispatched(model):
+    accelerate.dispatch_model(model, {"": "cpu"}, force_hooks=True)
+
+
+def offloaded(model):
+    accelerate.cpu_offload(model, torch.device("cpu"))
+
+
+def mixed(model):
+    accelerate.Accelerator(cpu=True, mixed_precision="bf16").prepare(model)
+
+
+WRAPPED = {
+    "wrapped": lambda model: lookahead.wrap(model).generate(IDS, **GREEDY),
+    "unwrapped": lambda model: lookahead.unwrap(lookahead.wrap(model)).generate(IDS, **GREEDY),
+    "decode": lambda model: model.generate(IDS, custom_generate=lookahead.decode, **GREEDY),
+    "draft": lambda model: lookahead.wrap(tiny_model("llama", 1)).generate(IDS, assistant_model=model, **GREEDY),
+}
+
+
+@pytest.mark.parametrize("how", WRAPPED)
+@pytest.mark.parametrize(
+    "known_by",
+    [seen_by_hook, seen_by_forward, seen_by_class, seen_by_part, dispatched, offloaded, mixed],
+)
+def test_a_model_that_its_own_parts_know_is_freed(known_by, how):
+    """What is found out about a model leads back to it, by hooks, functions, classes and modules of users."""
+    model = tiny_model("llama")
+    known_by(model)
+    WRAPPED[how](model)
+    layer = weakref.ref(model.model.layers[0])
+    del model
+    gc.collect()
+    assert layer() is None
+
+
+def test_what_is_kept_of_a_model_is_not_copied():
+    model = tiny_model("llama")
+    before = state_of(model)
+    for other in (copy.copy(model), copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert state_of(other) is not before
+        assert state_of(other) is state_of(other)
+    assert state_of(model) is before
+    assert b"lookahead." not in pickle.dumps(model)
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_a_wrapped_model_is_pickled_by_every_protocol(protocol):
+    model = lookahead.wrap(tiny_model("llama"))
+    expected = model.generate(IDS, **GREEDY)
+    assert torch.equal(pickle.loads(pickle.dumps(model, protocol)).generate(IDS, **GREEDY), expected)

@@ -24,7 +24,6 @@ from zoo import END, VOCABULARY, tiny_model
 import lookahead
 from lookahead import DEMO_MODEL, LookaheadConfig, NgramPool, UnsupportedModelError
 from lookahead.config import MAX_ROWS
-from lookahead.engine import fallback
 from lookahead.passes.capabilities import find_adapter
 from lookahead.tools.loading import load
 
@@ -37,11 +36,6 @@ def model():
 @pytest.fixture
 def ids():
     return torch.tensor([[5, 6, 7, 8, 5, 6, 7, 8, 5, 6]])
-
-
-@pytest.fixture(autouse=True)
-def _forget_warnings():
-    fallback._warned.clear()
 
 
 def both(model, ids, **options):

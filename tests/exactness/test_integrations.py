@@ -33,7 +33,6 @@ from zoo import END, tiny_model
 
 import lookahead
 from lookahead import LookaheadConfig, compat
-from lookahead.engine import fallback
 from lookahead.engine.sampling import NewTokensCriterion
 from lookahead.tools.audit import _judge, audit, first_difference, next_logits
 from lookahead.tools.loading import load
@@ -156,7 +155,6 @@ def test_peft_prompts_that_are_learned(model, kind):
     has_effect = kind is PromptTuningConfig or compat.CACHE == "past_key_values"
     assert not has_effect or expected != model.generate(IDS, max_new_tokens=20, do_sample=False).tolist()
     lookahead.wrap(tuned)
-    fallback._warned.clear()
     with pytest.warns(UserWarning, match="prepare_inputs_for_generation"):
         assert tuned.generate(input_ids=IDS, max_new_tokens=20, do_sample=False).tolist() == expected
 

@@ -14,16 +14,10 @@ from zoo import tiny_model
 
 import lookahead
 from lookahead import LookaheadConfig
-from lookahead.engine import fallback
 
 CONFIG = LookaheadConfig(budget=8, window_size=2, ngram_size=3)  # fixed, so that no time goes into measuring steps
 WAYS = {"do_sample": False}, {"do_sample": True, "temperature": 0.7}
 FEW = ["llama", "opt", "gpt2", "falcon", "gemma3_text", "mixtral", "lfm2", "qwen3_5_text", "deepseek_v3", "gpt_oss"]
-
-
-@pytest.fixture(autouse=True)
-def _forget_warnings():
-    fallback._warned.clear()
 
 
 def without_dropout(model):
