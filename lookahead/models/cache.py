@@ -127,6 +127,8 @@ class InPlaceLayer(CacheLayerMixin):
         """Append states [batch, heads, T, head_dim]. Return views of all keys and values that the layer shows."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        if torch.is_grad_enabled() and current_pass() is None and not self.gaps.any():
+            return self._append(key_states, value_states)
         new = key_states.shape[-2]
         for buffer, states in ((self._keys, key_states), (self._values, value_states)):
             if not _fits(buffer, states):
@@ -137,6 +139,19 @@ class InPlaceLayer(CacheLayerMixin):
         self._values.narrow(2, first + seen, new).copy_(value_states)
         shown = 2, first, seen + new
         return self._keys.narrow(*shown), self._values.narrow(*shown)
+
+    def _append(self, *new: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Do as `update` does, but write to no tensor: a pass that is differentiated may need the old ones as they are.
+
+        The new ones are not written to either, for there is no room.
+        """
+        at, seen = self.at, self.seen()
+        keys, values = (torch.cat([held, states], dim=2) for held, states in zip(self.states(), new, strict=True))
+        self._hold(keys, values)
+        columns, starts = keys.shape[2], at.starts + at.columns - seen
+        self.at = self.at._replace(room=0, columns=columns, base=seen, computed=0, starts=starts)
+        self.dtype = keys.dtype
+        return keys, values
 
     def _widen(self, *new: torch.Tensor) -> None:
         """Convert the buffers to the wider dtype if these states need it, as `torch.cat` does for transformers' layers.
@@ -211,9 +226,9 @@ class InPlaceLayer(CacheLayerMixin):
         """Drop the last ``-tokens_to_remove`` positions: transformers passes a negative number."""
         if not self.is_initialized:  # the layer uses another layer's keys and values
             return
-        if not 0 <= -tokens_to_remove <= self.get_seq_length():
-            raise ValueError(f"crop({tokens_to_remove}) must lie between -{self.get_seq_length()} and 0")
-        self.columns += tokens_to_remove
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop({tokens_to_remove}) must be negative: the number of positions to drop")
+        self.columns -= min(-tokens_to_remove, self.columns)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep only these sequences of the batch, in this order."""

@@ -119,7 +119,7 @@ def adopt(adapter: ModelAdapter, cache: Cache) -> LookaheadCache:
     pairs: Iterable[Any] = zip(adapter.make_cache(cache.get_seq_length()).layers, cache.layers, strict=True)
     for mine, theirs in pairs:
         keeps_state = isinstance(mine, KeepsState)
-        if type(theirs) is InPlaceLayer:
+        if type(theirs) is InPlaceLayer and not (theirs.is_initialized and theirs.buffers[0].requires_grad):
             mine = theirs
         elif type(theirs) is type(mine):
             mine = copy_of(theirs)

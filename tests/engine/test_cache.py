@@ -113,9 +113,13 @@ def test_full_layer_behaves_as_transformers_own():
     assert torch.equal(ours.keys, theirs.keys)
     assert ours.get_seq_length() == theirs.get_seq_length() == 206
     with pytest.raises(ValueError, match="crop"):
-        ours.crop(-207)
+        ours.crop(207)
+    ours.crop(-207)
+    theirs.crop(-207)
+    assert ours.get_seq_length() == theirs.get_seq_length() == 0
 
 
+@torch.no_grad()
 def test_no_step_copies_the_prefix():
     """The buffers stay where they are for as long as they have room, and growing is rare: O(1) copies a row."""
     layer = InPlaceLayer(expected_length=64)

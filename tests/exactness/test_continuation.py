@@ -274,3 +274,27 @@ def test_keys_cannot_be_replaced_within_a_pass_of_ours():
     lookahead.wrap(model)
     with pytest.raises(AttributeError, match=r"lookahead.unwrap\(model\)"):
         model.generate(torch.tensor([[3, 14, 15, 92, 65, 35, 8] * 70]), max_new_tokens=9)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "opt", "mistral", "gemma3_text", "lfm2"])
+@pytest.mark.parametrize("generates_between", [False, True])
+def test_several_passes_on_a_cache_are_differentiated_together(model_type, generates_between):
+    """Each keeps the keys and values that it has seen for its gradients, so later ones must not write to them."""
+    gradients = []
+    for is_wrapped in (False, True):
+        model = tiny_model(model_type)
+        if is_wrapped:
+            lookahead.wrap(model, LookaheadConfig(budget=6, window_size=0))
+        cache, options = DynamicCache(config=model.config), {"max_new_tokens": 4, "eos_token_id": None}
+        text = model.generate(torch.tensor([[3, 14, 15, 92, 65]]), past_key_values=cache, **options)
+        first = model(torch.tensor([[5, 6]]), past_key_values=cache).logits.sum()
+        if generates_between:
+            text = torch.cat([text[:, :-1], torch.tensor([[5, 6, 7]])], dim=1)
+            model.generate(text, past_key_values=cache, **options)
+            first.backward()
+        else:
+            (first + model(torch.tensor([[7]]), past_key_values=cache).logits.square().sum()).backward()
+        gradients.append({name: x.grad for name, x in model.named_parameters() if x.grad is not None})
+    assert gradients[0].keys() == gradients[1].keys()
+    for name, expected in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], expected, rtol=1e-3, atol=1e-3 * expected.abs().max().item())
