@@ -163,6 +163,7 @@ class Linear(NamedTuple):  # made in each call of a layer, so it must be cheap
         return (
             scales is None
             and weight.ndim == 2
+            and weight.layout is torch.strided
             and not weight.is_contiguous()
             and dtype in STRIDE
             and weight.shape[1] % STRIDE[dtype] == 0
@@ -190,7 +191,8 @@ def _are_scales(scales: torch.Tensor, outputs: int, inputs: int, dtype: torch.dt
 
 def is_plain_of(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
     """Whether C++ can read this tensor in place, as contiguous numbers of this dtype."""
-    is_dense = type(tensor) in _PLAIN and tensor.dtype == dtype and tensor.is_cpu and tensor.is_contiguous()
+    is_plain = type(tensor) in _PLAIN and tensor.dtype == dtype and tensor.is_cpu and tensor.layout is torch.strided
+    is_dense = is_plain and tensor.is_contiguous()
     is_there = is_dense and (tensor.data_ptr() != 0 or not tensor.numel())  # offloading may leave it without memory
     return is_there and not tensor.is_neg()  # torch would negate what it reads there
 

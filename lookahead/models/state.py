@@ -103,9 +103,15 @@ class State:
         ours."""
         self._hooks_take_keywords = bool(self._global_hooks) or any(map(compat.hooks_take_keywords, modules))
         kinds = [
-            (_name(kind), dtype, device, _quantization(tensor))
-            for tensor, kind, dtype, device in zip(_of(self._tensors), *zip(*self._kinds, strict=True), strict=True)
+            (_name(kind), dtype, device, layout, _quantization(tensor))
+            for tensor, (kind, dtype, device, layout) in zip(_of(self._tensors), self._kinds, strict=True)
         ]
+        self.is_strided = all(layout is torch.strided for *_, layout in self._kinds)
+        """Whether all tensors have an address for each number: sparse ones have not."""
+        self._lacks_numbers = any(device.type == "meta" for *_, device, _ in self._kinds) and not any(
+            compat.execution_device(module) is not None
+            for module in modules  # accelerate brings them
+        )
         changing = {*origin.written, "training"}  # the probe runs in eval mode
         attributes = [_attributes(module, changing) for module in modules]
         self.text = repr((list(map(_name, self._classes)), kinds, self._settings, attributes))
@@ -146,6 +152,8 @@ class State:
 
     def why_plain(self) -> str | None:
         """Why the model's own decoding must serve its calls; None if lookahead can."""
+        if self._lacks_numbers:  # the model's own decoding says what is wrong
+            return "a model with weights on the meta device"
         if self._differing:
             return f"a model whose parts have configurations that differ ({', '.join(self._differing)})"
         return self.users.why_plain() if self.users else None
@@ -247,8 +255,11 @@ def _of(dictionaries: list[dict[str, torch.Tensor | None]]) -> list[torch.Tensor
     return [tensor for tensor in chain.from_iterable(map(dict.values, dictionaries)) if tensor is not None]
 
 
-def _kinds(dictionaries: list[dict[str, torch.Tensor | None]]) -> list[tuple[type, torch.dtype, torch.device]]:
-    return [(type(tensor), tensor.dtype, tensor.device) for tensor in _of(dictionaries)]
+_Kind = tuple[type, torch.dtype, torch.device, torch.layout]
+
+
+def _kinds(dictionaries: list[dict[str, torch.Tensor | None]]) -> list[_Kind]:
+    return [(type(tensor), tensor.dtype, tensor.device, tensor.layout) for tensor in _of(dictionaries)]
 
 
 def _settings(config: PreTrainedConfig) -> dict[str, Any]:

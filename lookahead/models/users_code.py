@@ -37,6 +37,8 @@ class UsersCode:
             one for one in foreign if one.package not in PASS_ON and (one.cls is None or one.cls in hand_on)
         ]
         """Foreign code that gets masks."""
+        self.may_go_by_place = bool(hooks) or any(one.package not in PASS_ON for one in foreign)
+        """Whether some of it may treat a row by its place in the pass."""
 
     def is_current(self) -> bool:
         """Whether the values that it depends on have not changed."""

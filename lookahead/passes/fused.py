@@ -45,6 +45,7 @@ FIRST_POSITIONS = 1024  # of the first table of rotary embeddings
 MOST_COPIED = 2**30  # by default, most bytes of a copy that takes more than half as much as the weights
 
 PARTS = 8  # of the watched tensors; only one part is checked if no foreign code has run
+_WRONG_WEIGHTS = "its weights are not all in float32, bfloat16 or int8, or their shapes do not fit"
 
 _ADDRESS, _IS_INITIALIZED = torch.Tensor.data_ptr, operator.attrgetter("is_initialized")
 
@@ -153,6 +154,8 @@ class FusedRunner(EagerRunner):
         self._packed = packed_of(model)
         if adapter.foreign:
             raise UnknownModelError(adapter.foreign[0])
+        if not state_of(model).is_strided:
+            raise UnknownModelError(_WRONG_WEIGHTS)
         self._page = _page_of(model, adapter)
         self._placeholders = frozenset(self._page.placeholders())
         # With longrope, the longest position of a pass decides the frequencies of all rows.
@@ -244,7 +247,7 @@ class FusedRunner(EagerRunner):
         """Read the model, and watch it from now on."""
         found = self._page.program()
         if not serves(found):
-            raise UnknownModelError("its weights are not all in float32, bfloat16 or int8, or their shapes do not fit")
+            raise UnknownModelError(_WRONG_WEIGHTS)
         rotary = self._page.rotary_module
         self._watch = Watch([module for module in self.model.modules() if module is not rotary])
         return found

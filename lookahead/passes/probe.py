@@ -13,6 +13,7 @@ from transformers import DynamicCache, PreTrainedModel
 from lookahead.compat import is_plain
 from lookahead.models.adapter import ModelAdapter, context_length, device_of, vocabulary_of
 from lookahead.models.cache import InPlaceLayer, LookaheadCache
+from lookahead.models.state import state_of
 from lookahead.passes.rounding import is_half, relative_error, row_errors, tolerance
 from lookahead.passes.runner import EagerRunner
 from lookahead.step import Step, lay_out
@@ -61,6 +62,9 @@ def row_dependence(
     sequence is also computed in one pass, and token by token. (Not if layers keep a state, because scans and steps sum
     in another order.) Rounding alone may make a router send a row to another expert. That does not count: in full
     precision it hardly happens in both rounds, and in half precision the median ignores it.
+
+    Code of users may go by the place of a row in its pass, such as a hook that changes the last one. So in full
+    precision, that is tried token by token even if layers keep a state: `_measure_noise` would take it for rounding.
     """
     largest = max(tolerance_of(model), _LARGEST_ROUNDING)
     try:
@@ -72,20 +76,26 @@ def row_dependence(
     except Exception:  # it will fail below, too, or the probe will tell
         pass
     rng = np.random.default_rng(1)
-    token_by_token = is_causal(model, adapter) and not adapter.has_state
+    users = state_of(model).users if adapter.has_state and not is_half(model.dtype) else None
+    goes_by_place = users is not None and users.may_go_by_place
+    token_by_token = is_causal(model, adapter) and (goes_by_place or not adapter.has_state)
     found = []
     for _ in range(2):
         tokens = torch.from_numpy(rng.integers(0, vocabulary_of(model), (4, 16)))
         try:
             with as_in_generate(model):
-                errors = batch_errors(model, adapter, tokens)
+                apart = [batch_errors(model, adapter, tokens)]
                 if token_by_token:
-                    errors = torch.cat([errors, _unless_gross(_prefill_errors(model, adapter, tokens[:1]))])
+                    of_prefill = _prefill_errors(model, adapter, tokens[:1])
+                    if goes_by_place:
+                        apart.append(of_prefill)
+                    else:
+                        apart = [torch.cat([*apart, _unless_gross(of_prefill)])]
         except (torch.OutOfMemoryError, MemoryError):
             raise
         except Exception:  # a model that takes no batches, or that the probe will refuse
             return 0.0
-        found.append(_typical(model, errors))
+        found.append(max(_typical(model, part) for part in apart))
         if not found[-1] > largest:
             return 0.0
     return max(found)

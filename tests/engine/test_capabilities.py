@@ -1,5 +1,6 @@
 """What the probes find out about a model, and what becomes of the calls of models that are out of the ordinary."""
 
+import copy
 import re
 import warnings
 
@@ -135,6 +136,56 @@ def test_scans_are_not_taken_for_dependence(model_type):
     """Over several rows they round by more than attention does."""
     for window in (8, 40):
         assert find_adapter(random_model(tiny_config(model_type, window))).row_dependence == 0
+
+
+def sparse(model):
+    module = model.model.layers[0].mlp.gate_proj
+    module.weight = nn.Parameter(module.weight.detach().to_sparse_csr(), requires_grad=False)
+
+
+def without_numbers(model):
+    model.to("meta")
+
+
+@pytest.mark.parametrize("config", [None, LookaheadConfig(cpu_kernels=False)], ids=["kernels", "no kernels"])
+@pytest.mark.parametrize("change", [sparse, without_numbers])
+@pytest.mark.parametrize("is_before", [True, False])
+def test_weights_that_have_no_address_for_each_number(change, is_before, config):
+    """Texts and errors are the model's own."""
+    model = tiny_model("llama")
+    plain = copy.deepcopy(model)
+    change(plain)
+    if is_before:
+        change(model)
+    lookahead.wrap(model, config)
+    if not is_before:
+        model.generate(IDS, **GREEDY)
+        change(model)
+    assert outcome(model, IDS, **GREEDY) == outcome(plain, IDS, **GREEDY)
+
+
+def last_row(states):
+    return torch.cat([states[:, :-1], 1.5 * states[:, -1:]], dim=1)
+
+
+def single_row(states):
+    return 1.3 * states if states.shape[1] == 1 else states
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "lfm2", "mamba2", "falcon_h1", "qwen3_next", "nemotron_h"])
+@pytest.mark.parametrize("change", [last_row, single_row])
+def test_hooks_that_go_by_the_place_of_a_row(model_type, change):
+    """Layers with a state round by more over several rows. A hook's change is not taken for that."""
+    model = tiny_model(model_type)
+    lookahead.wrap(model)
+    layers = next(module for module in model.modules() if isinstance(module, nn.ModuleList))
+
+    def hook(module, inputs, output):
+        return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
+
+    layers[0].register_forward_hook(hook)
+    expected = lookahead.unwrap(copy.deepcopy(model)).generate(IDS, **GREEDY)
+    assert torch.equal(model.generate(IDS, **GREEDY), expected)
 
 
 @pytest.mark.parametrize("training", [True, False])
