@@ -45,7 +45,7 @@ def pack(linear: Linear, dtype: torch.dtype, known: Linear | None = None, indexe
     is_transposed = linear.is_transposed(dtype)
     ways: list[Callable[[], Linear | None]] = []
     if is_transposed:
-        ways = [lambda: made_of(linear, weight.contiguous())] if indexes else []
+        ways = [lambda: made_of(linear, weight.contiguous(), Format.FLOATS)] if indexes else []
     elif weight.dtype == torch.float32 or (scales is not None and scales.ndim == 2):
         from lookahead.cpu import codes  # weights in bf16 have none
 
@@ -53,13 +53,13 @@ def pack(linear: Linear, dtype: torch.dtype, known: Linear | None = None, indexe
     if linear.format == Format.FLOATS and _mxfp4_of(weight[:1], dtype) is not None:  # else they need not all be read
         ways.insert(0, lambda: _find_mxfp4(linear, dtype))
     if not is_transposed and linear.format == Format.FLOATS and indexes and can_index(dtype):
-        was_indexed = known is not None and known.scales is None and known.blocks is None  # very likely it still is
+        was_indexed = known is not None and known.format == Format.INDEXED  # very likely it still is
         ways.insert(0 if was_indexed else len(ways), partial(_index, _of_bfloat16()[dtype], linear))
     if not ways:
         return linear
     digest = digest_of(linear)  # before it is read, so that what changes meanwhile is seen later
     if known is not None and known.digest == digest and _may_hold(known, linear, dtype, indexes):
-        return made_of(linear, *known[:2], known.offsets, known.blocks)._replace(digest=digest)
+        return made_of(linear, known.weight, known.format, known.scales, known.offsets)._replace(digest=digest)
     return next((found._replace(digest=digest) for way in ways if (found := way())), linear)
 
 
@@ -124,26 +124,26 @@ def _copy(found: Linear) -> tuple[int, ...]:
 def made_of(
     linear: Linear,
     weight: torch.Tensor,
+    found: Format,
     scales: torch.Tensor | None = None,
     offsets: torch.Tensor | None = None,
-    blocks: Format | None = None,
 ) -> Linear:
     """A layer with the bias of this one, and with what was found of its weight."""
-    is_indexed = scales is None and blocks is None and weight.dtype != linear.weight.dtype
-    return Linear(weight, scales, linear.bias, offsets, linear.weight if is_indexed else None, linear, None, blocks)
+    unpacked = linear.weight if found == Format.INDEXED else None
+    return Linear(weight, scales, linear.bias, offsets, unpacked, linear, None, found)
 
 
 def _may_hold(known: Linear, linear: Linear, dtype: torch.dtype, indexes: bool) -> bool:
     """Whether what was found before has the form that could be found of this layer."""
     outputs, inputs = linear.weight.shape
-    if known.blocks is not None:
+    if known.format == Format.MXFP4:
         return linear.format == Format.FLOATS and known.weight.shape == _shape_of_mxfp4(outputs, inputs)
     if linear.is_transposed(dtype):
         return indexes and known.weight.dtype == dtype and known.weight.shape == linear.weight.shape
     if known.scales is None:
         may_index = linear.scales is None and indexes and can_index(dtype) and inputs % INDEXED == 0
         return may_index and known.weight.shape == _shape_of_indexed(outputs, inputs)
-    in_codes = known.offsets is not None
+    in_codes = known.format == Format.CODES
     if linear.scales is not None:
         groups = [linear.scales.shape] if in_codes and linear.scales.ndim == 2 else []
     else:
@@ -165,7 +165,7 @@ def _shape_of_mxfp4(outputs: int, inputs: int) -> tuple[int, int]:
 
 def _find_mxfp4(linear: Linear, dtype: torch.dtype) -> Linear | None:
     blocks = _mxfp4_of(linear.weight, dtype)
-    return None if blocks is None else made_of(linear, blocks, blocks=Format.MXFP4)
+    return None if blocks is None else made_of(linear, blocks, Format.MXFP4)
 
 
 def _mxfp4_of(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
@@ -194,4 +194,4 @@ def _index(indexer: Callable[..., None], linear: Linear) -> Linear | None:
     indexer(
         linear.weight.data_ptr(), outputs, inputs, weight.data_ptr(), 0, 0, ctypes.byref(found), torch.get_num_threads()
     )
-    return made_of(linear, weight) if found else None
+    return made_of(linear, weight, Format.INDEXED) if found else None

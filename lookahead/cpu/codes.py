@@ -8,7 +8,7 @@ import torch
 
 from lookahead.cpu import native
 from lookahead.cpu.blocks import ARGUMENTS, GROUP, SIZES_OF_BYTES, made_of
-from lookahead.cpu.products import Linear
+from lookahead.cpu.products import Format, Linear
 
 _of_bytes = cache(partial(native.kernels, "find_bytes", (torch.float32,), ARGUMENTS))
 _of_codes = cache(partial(native.kernels, "find_codes", (torch.float32,), ARGUMENTS))
@@ -44,4 +44,8 @@ def _find(finder: Callable[..., None], linear: Linear, unit: int, group: int, in
         linear.weight.data_ptr(), linear.weight.numel() // unit, group, weight.data_ptr(), scales.data_ptr(),
         offsets.data_ptr(), ctypes.byref(found), torch.get_num_threads(),
     )  # fmt: skip
-    return made_of(linear, weight, scales, offsets if in_codes else None) if found else None
+    if not found:
+        return None
+    if in_codes:
+        return made_of(linear, weight, Format.CODES, scales, offsets)
+    return made_of(linear, weight, Format.GROUPED, scales)

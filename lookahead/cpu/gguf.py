@@ -77,8 +77,7 @@ def _multiply(input: torch.Tensor, linear: Linear) -> torch.Tensor:
 
     if gemm.serves_blocks(input, linear):
         return gemm.multiply(input, [linear])[0]
-    assert linear.blocks is not None
-    return nn.functional.linear(input, unpacked(linear.weight, linear.blocks).to(input.dtype), linear.bias)
+    return nn.functional.linear(input, unpacked(linear.weight, linear.format).to(input.dtype), linear.bias)
 
 
 class BlocksLinear(_InBlocks):
@@ -94,7 +93,7 @@ class BlocksLinear(_InBlocks):
         self.weight, self.bias = weight, bias
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return _multiply(input, Linear(self.weight, None, self.bias, blocks=self.form))
+        return _multiply(input, Linear(self.weight, None, self.bias, format=self.form))
 
     def extra_repr(self) -> str:
         return f"{self.form.name}, bias={self.bias is not None}"
@@ -118,7 +117,7 @@ class BlocksExperts(_InBlocks):
 
     def linears(self, name: str) -> list[Linear]:
         """A layer of each expert, where the blocks lie."""
-        return [Linear(blocks, blocks=self.forms[name]) for blocks in getattr(self, name).detach()]
+        return [Linear(blocks, format=self.forms[name]) for blocks in getattr(self, name).detach()]
 
     def forward(self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """x: [rows, width]. experts, weights: [rows, top_k], those of each row."""

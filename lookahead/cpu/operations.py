@@ -158,13 +158,13 @@ class Embed(Operation):
         return self.weight.dtype if self.format == Format.FLOATS else torch.float32
 
     def shapes_fit(self) -> bool:
-        table, places = Linear(self.weight, blocks=self.format or None), self.of_positions
+        table, places = Linear(self.weight, format=self.format), self.of_positions
         return table.inputs == self.out.width and (places is None or places.shape[1:] == (self.out.width,))
 
     def is_plain(self, dtype: torch.dtype) -> bool:
         if self.format == Format.FLOATS:
             return super().is_plain(dtype)
-        return Linear(self.weight, blocks=self.format).is_served(dtype) and self.of_positions is None
+        return Linear(self.weight, format=self.format).is_served(dtype) and self.of_positions is None
 
 
 @dataclass(frozen=True, eq=False)

@@ -50,11 +50,17 @@ class Format(IntEnum):
 
     @property
     def block(self) -> tuple[int, int]:
-        """Weights and bytes of a block; of other forms than GGUF's, 1 and 0."""
-        return _BLOCKS.get(self, (1, 0))
+        """Weights of a block, and elements of the weight tensor that hold them: bytes, in GGUF's formats."""
+        return _BLOCKS.get(self, (1, 1))
+
+    @property
+    def is_in_blocks(self) -> bool:
+        """Whether it is one of GGUF's."""
+        return self >= Format.Q4_0
 
 
 _BLOCKS = {
+    Format.CODES: (2, 1),
     Format.Q4_0: (32, 18), Format.Q4_1: (32, 20), Format.Q5_0: (32, 22), Format.Q5_1: (32, 24), Format.Q8_0: (32, 34),
     Format.Q2_K: (256, 84), Format.Q3_K: (256, 110), Format.Q4_K: (256, 144), Format.Q5_K: (256, 176),
     Format.Q6_K: (256, 210), Format.IQ4_NL: (32, 18), Format.IQ4_XS: (256, 136), Format.MXFP4: (32, 17),
@@ -64,15 +70,16 @@ _BLOCKS = {
 class Linear(NamedTuple):  # made in each call of a layer, so it must be cheap
     """The tensors of a linear layer.
 
-    weight: [outputs, inputs], contiguous, of the input's dtype, or int8. With offsets, codes of 4 bits, uint8 [outputs,
-        inputs / 2]; with `unpacked`, rows of `Indexed` in indexed.h, uint8; with `blocks`, uint8 [outputs, bytes].
+    weight: FLOATS: [outputs, inputs], contiguous, of the input's dtype. BYTES and GROUPED: int8 [outputs, inputs].
+        CODES: uint8 [outputs, inputs / 2]. INDEXED: uint8, rows of `Indexed` in indexed.h. In blocks: uint8 [outputs,
+        bytes]; the input must then be in float32, or of the origin's dtype.
     scales: of int8 and codes. [outputs], of the input's dtype: they multiply the sums. float32 [outputs, groups]: they
         multiply the weights of each group of inputs, before these are rounded to the input's dtype.
     bias: [outputs], of the input's dtype.
     offsets: float32 [outputs, groups], added to scaled codes.
     unpacked: the weight [outputs, inputs] that `blocks.py` has packed in 12 bits.
     origin: the layer that `blocks.py` has packed; digest: its digest then (`blocks.digest_of`).
-    blocks: the GGUF format of the weight. The input must be in float32, or of the origin's dtype.
+    format: of the weight.
     """
 
     weight: torch.Tensor
@@ -82,7 +89,7 @@ class Linear(NamedTuple):  # made in each call of a layer, so it must be cheap
     unpacked: torch.Tensor | None = None
     origin: "Linear | None" = None
     digest: bytes | None = None
-    blocks: Format | None = None
+    format: Format = Format.FLOATS
 
     @classmethod
     def from_layer(cls, layer: nn.Linear) -> "Linear":
@@ -95,7 +102,9 @@ class Linear(NamedTuple):  # made in each call of a layer, so it must be cheap
         if (quantized := int8_weight(weight)) is None:
             return cls(weight, None, layer.bias)
         data, scales = quantized  # torchao, too, rounds scales of outputs, and computes weights of groups in float32
-        return cls(data, scales.to(weight.dtype if scales.ndim == 1 else torch.float32), layer.bias)
+        if scales.ndim == 1:
+            return cls(data, scales.to(weight.dtype), layer.bias, format=Format.BYTES)
+        return cls(data, scales.float(), layer.bias, format=Format.GROUPED)
 
     def tensors(self) -> list[torch.Tensor]:
         """All tensors, also those of its origin."""
@@ -109,17 +118,7 @@ class Linear(NamedTuple):  # made in each call of a layer, so it must be cheap
     @property
     def inputs(self) -> int:
         weight, (weights, size) = self.weight if self.unpacked is None else self.unpacked, self.format.block
-        return weight.shape[1] * (2 if self.offsets is not None else 1) * weights // (size or weights)
-
-    @property
-    def format(self) -> Format:
-        if self.blocks is not None:
-            return self.blocks
-        if self.unpacked is not None:
-            return Format.INDEXED
-        if self.scales is None:
-            return Format.FLOATS
-        return Format.BYTES if self.scales.ndim == 1 else Format.GROUPED if self.offsets is None else Format.CODES
+        return weight.shape[1] // size * weights
 
     def slice(self, start: int, stop: int) -> "Linear":
         """Outputs start..stop-1 alone, of a layer as it is in the model."""
@@ -140,9 +139,9 @@ class Linear(NamedTuple):  # made in each call of a layer, so it must be cheap
     def is_served(self, dtype: torch.dtype) -> bool:
         """Whether our kernel supports this layer, if its input has this dtype."""
         weight, scales, *_ = self
-        if self.blocks is not None:
+        if self.format.is_in_blocks:
             is_weight = is_plain_of(weight, torch.uint8) and weight.ndim == 2 and weight.shape[1] > 0
-            is_read = is_weight and weight.shape[1] % self.blocks.block[1] == 0 and dtype in kernels()
+            is_read = is_weight and weight.shape[1] % self.format.block[1] == 0 and dtype in kernels()
             return is_read and self._has_bias_of(dtype) and dtype == torch.float32
         return (
             is_plain_of(weight, dtype if scales is None else torch.int8)

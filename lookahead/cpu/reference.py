@@ -37,9 +37,9 @@ class State(NamedTuple):
     """Of its recurrence, [heads, keys, values]; of `Scan`, [heads, values, keys]."""
 
 
-def _numbers(weight: torch.Tensor, form: Format | None) -> torch.Tensor:
-    """A weight, unpacked if it is in blocks of this form."""
-    if form is None:
+def _numbers(weight: torch.Tensor, form: Format) -> torch.Tensor:
+    """A weight, unpacked if it is in blocks."""
+    if not form.is_in_blocks:
         return weight
     from lookahead.cpu.gguf import unpacked  # other weights need it not
 
@@ -121,7 +121,7 @@ class Reference:
         return self.values[x].unflatten(-1, (-1, size))
 
     def product(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
-        weight, scales, bias = _numbers(layer.weight, layer.blocks).to(self.wide), layer.scales, layer.bias
+        weight, scales, bias = _numbers(layer.weight, layer.format).to(self.wide), layer.scales, layer.bias
         if scales is None:
             return self.rounded(functional.linear(x, weight, None if bias is None else bias.to(self.wide)))
         if scales.ndim == 2:  # of groups of inputs
@@ -162,7 +162,7 @@ class Reference:
 
     @computed.register
     def _(self, embed: op.Embed) -> torch.Tensor:
-        x = _numbers(embed.weight[self.ids], embed.format or None).to(self.wide)
+        x = _numbers(embed.weight[self.ids], embed.format).to(self.wide)
         x = x if embed.factor == 1 else self.rounded(x * embed.factor)
         if embed.of_positions is None:
             return x

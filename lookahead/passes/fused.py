@@ -210,7 +210,7 @@ class FusedRunner(EagerRunner):
         windows = self._page.windows()
         if windows != kept + [0] * (len(windows) - len(kept)):  # older transformers leave out what caches nothing
             raise UnknownModelError("its cache keeps other positions than its masks show")
-        in_blocks = [linear.weight.nbytes for linear in original.linears if linear.blocks is not None]
+        in_blocks = [linear.weight.nbytes for linear in original.linears if linear.format.is_in_blocks]
         self._packed.bytes_in_blocks, declined = sum(in_blocks), 0
         if packs:
             copied = bytes_to_copy(found)

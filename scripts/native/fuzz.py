@@ -101,7 +101,7 @@ def guarded() -> Iterator[Guarded]:
 
 def random_form(rng: random.Random, inputs: int, dtype: torch.dtype) -> Format | None:
     """A form of GGUF in which rows of so many weights can be; None if there is none."""
-    forms = [form for form in Format if form.block[1] and inputs % form.block[0] == 0]
+    forms = [form for form in Format if form.is_in_blocks and inputs % form.block[0] == 0]
     return rng.choice(forms) if forms and dtype == torch.float32 else None
 
 
@@ -119,15 +119,15 @@ def random_linear(
     kind = rng.choice(["plain", "bf16", "bytes", "grouped", "int4", "q8", "q4", "mxfp4", "odd", "gguf", "gguf"])
     numbers, size = torch.randint(-8 if kind == "int4" else -127, 8 if kind == "int4" else 128, weight.shape), 32
     if kind == "gguf" and (form := random_form(rng, inputs, dtype)):
-        return Linear(memory.copy(random_weights(form, outputs, inputs)), None, bias, blocks=form)
+        return Linear(memory.copy(random_weights(form, outputs, inputs)), None, bias, format=form)
     if kind == "bytes":
         scales = (torch.rand(outputs) * 0.02 * inputs**-0.5).to(dtype)
-        return Linear(memory.copy(numbers.to(torch.int8)), memory.copy(scales), bias)
+        return Linear(memory.copy(numbers.to(torch.int8)), memory.copy(scales), bias, format=Format.BYTES)
     if kind in ("grouped", "int4"):
         groups = rng.choice([n for n in (1, 2, 3, inputs // size) if n and inputs % (n * size) == 0] or [0])
         if groups:
             scales = (torch.rand(outputs, groups) * (0.3 if kind == "int4" else 0.02) * inputs**-0.5).to(dtype).float()
-            return Linear(memory.copy(numbers.to(torch.int8)), memory.copy(scales), bias)
+            return Linear(memory.copy(numbers.to(torch.int8)), memory.copy(scales), bias, format=Format.GROUPED)
     if kind in ("q8", "q4") and inputs % size == 0:
         most = 127 if kind == "q8" else 8
         low, high = (-most, most) if kind == "q8" else (-8, 7)

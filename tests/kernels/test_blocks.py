@@ -118,7 +118,9 @@ def test_int4_held_in_int8_is_packed(dtype, outputs, groups, size, seed):
     note(f"{dtype=} {outputs=} {groups=} {size=} {seed=}")
     torch.manual_seed(seed)
     numbers = torch.randint(-8, 8, (outputs, groups * size), dtype=torch.int8)
-    linear = Linear(numbers, torch.rand(outputs, groups).to(dtype).float(), torch.randn(outputs).to(dtype))
+    linear = Linear(
+        numbers, torch.rand(outputs, groups).to(dtype).float(), torch.randn(outputs).to(dtype), format=Format.GROUPED
+    )
     found = blocks.pack(linear, dtype)
     if native.CAPABILITY != "DEFAULT" or dtype == torch.bfloat16:
         assert found.weight.dtype == torch.uint8, "without FMA, weights are rounded twice if scales have many digits"
@@ -210,7 +212,7 @@ def test_all_powers_of_two_of_mxfp4_are_read():
     """Also those that only a file can say; but for the last ones, of which some numbers would be infinite."""
     packed = torch.randint(256, (253, 17), dtype=torch.uint8)
     packed[:, 0] = torch.arange(253)
-    (found,) = gemm.multiply(torch.eye(32), [Linear(packed, blocks=Format.MXFP4)])
+    (found,) = gemm.multiply(torch.eye(32), [Linear(packed, format=Format.MXFP4)])
     assert torch.equal(found.T, numbers_of_mxfp4(packed, torch.float32))
 
 
@@ -351,8 +353,8 @@ def test_transposed_weights_are_laid_out_in_rows(dtype, outputs, inputs, beside,
         Linear(torch.randn(3, 64)),
         Linear(torch.randn(3, 16)),
         Linear(torch.randn(3, 40)),
-        Linear(torch.ones(3, 64, dtype=torch.int8), torch.ones(3)),
-        Linear(torch.ones(3, 64, dtype=torch.int8), torch.ones(3, 4)),
+        Linear(torch.ones(3, 64, dtype=torch.int8), torch.ones(3), format=Format.BYTES),
+        Linear(torch.ones(3, 64, dtype=torch.int8), torch.ones(3, 4), format=Format.GROUPED),
     ],
 )
 def test_others_stay_as_they_are(linear):

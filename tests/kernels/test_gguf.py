@@ -28,7 +28,7 @@ from transformers.integrations.gguf.dequant import GGML_NAME, dequantize
 from transformers.integrations.gguf.utils import replace_with_gguf_modules
 
 TYPES = {name: number for number, name in GGML_NAME.items()}
-FORMS = [form for form in Format if form.block[1]]
+FORMS = [form for form in Format if form.is_in_blocks]
 GREEDY = {"max_new_tokens": 24, "do_sample": False}
 
 
@@ -53,7 +53,7 @@ def test_products_with_blocks_are_those_with_their_numbers(form, outputs, count,
     torch.manual_seed(seed)
     blocks = made(form.name, outputs, form.block[0] * count, extreme)
     bias = torch.randn(outputs) if seed % 2 else None
-    linear, plain = Linear(blocks, None, bias, blocks=form), Linear(unpacked(blocks, form), None, bias)
+    linear, plain = Linear(blocks, None, bias, format=form), Linear(unpacked(blocks, form), None, bias)
     assert plain.weight.isfinite().all()
     assert (linear.outputs, linear.inputs) == (plain.outputs, plain.inputs)
     assert linear.is_served(torch.float32)
@@ -89,7 +89,7 @@ def test_each_code_of_each_group_is_read(form):
     expected = unpacked(blocks, form)
     is_known = expected.isfinite().all(1)  # a bit of a scale may make it infinite
     assert is_known.float().mean() > 0.9
-    (found,) = gemm.multiply(torch.eye(weights), [Linear(blocks, blocks=form)])
+    (found,) = gemm.multiply(torch.eye(weights), [Linear(blocks, format=form)])
     assert torch.equal(found.T[is_known], expected[is_known])
 
 
@@ -100,7 +100,7 @@ def test_all_halves_are_read():
     blocks = torch.zeros(len(halves), 34, dtype=torch.uint8)
     blocks[:, :2] = halves.view(torch.uint8).view(-1, 2)
     blocks[:, 2] = 1
-    (found,) = gemm.multiply(torch.eye(1, 32), [Linear(blocks, blocks=Format.Q8_0)])
+    (found,) = gemm.multiply(torch.eye(1, 32), [Linear(blocks, format=Format.Q8_0)])
     assert torch.equal(found[0], halves.float())
 
 

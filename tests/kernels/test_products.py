@@ -21,7 +21,7 @@ from zoo import SETTINGS, tiny_model
 import lookahead
 from lookahead import LookaheadConfig, NgramPool
 from lookahead.cpu import gemm, native, products
-from lookahead.cpu.products import DecodingLinear, Linear, install, remove
+from lookahead.cpu.products import DecodingLinear, Format, Linear, install, remove
 from lookahead.decoding_pass import decoding_pass
 from lookahead.passes.graphs import StepGraphs
 from ngram_pool import GuessTree
@@ -131,11 +131,11 @@ def random_linear(outputs, inputs, dtype, with_bias, scaled):
         return Linear(torch.randn(outputs, inputs).to(dtype), None, bias)
     weight = torch.randint(-128, 128, (outputs, inputs), dtype=torch.int8)
     if scaled == "by output":
-        return Linear(weight, (torch.rand(outputs) / 128).to(dtype), bias)
+        return Linear(weight, (torch.rand(outputs) / 128).to(dtype), bias, format=Format.BYTES)
     strides = inputs // products.STRIDE[dtype]
     divisors = [n for n in (1, 2, 3, strides) if strides % n == 0]
     groups = divisors[torch.randint(len(divisors), ())]
-    return Linear(weight, torch.rand(outputs, groups) / 128, bias)
+    return Linear(weight, torch.rand(outputs, groups) / 128, bias, format=Format.GROUPED)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -108,7 +108,7 @@ def weights_of(model):
             found[f"{name}.weight"] = unpacked(module.weight, module.form)
         if isinstance(module, BlocksExperts):
             gate, up, down = (
-                torch.stack([unpacked(one.weight, one.blocks) for one in module.linears(f"{part}_proj")])
+                torch.stack([unpacked(one.weight, one.format) for one in module.linears(f"{part}_proj")])
                 for part in ("gate", "up", "down")
             )
             found |= {f"{name}.gate_up_proj": torch.cat([gate, up], 1), f"{name}.down_proj": down}

@@ -66,7 +66,7 @@ def _of_each(experts: Any, name: str, is_transposed: bool) -> list[Linear]:
     weights, biases = getattr(experts, name).detach(), getattr(experts, f"{name}_bias", None)
     if type(experts) is gguf_class("GgufExperts"):
         form = form_of(getattr(experts, name.replace("_proj", "_type")))
-        return [Linear(weight, blocks=form) for weight in weights]
+        return [Linear(weight, format=form) for weight in weights]
     if biases is None:
         return [Linear(weight.T if is_transposed else weight) for weight in weights]
     return [Linear(weight.T, None, bias) for weight, bias in zip(weights, biases.detach(), strict=True)]

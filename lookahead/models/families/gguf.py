@@ -16,12 +16,12 @@ from lookahead.models.families.page import Page, UnknownModelError
 def linear(page: Page, module: Any) -> Linear:
     """`Page.linear`, of a module whose weight is uint8 [outputs, bytes]."""
     if type(module) is BlocksLinear:
-        return Linear(page._check(module).weight, None, module.bias, blocks=module.form)
+        return Linear(page._check(module).weight, None, module.bias, format=module.form)
     if type(module) is not gguf_class("GgufLinear"):  # bytes of another kind
         return Linear.from_layer(page._plain(module, nn.Linear, DecodingLinear))
     if page._check(module).input_permutation is not None:
         raise UnknownModelError("the inputs of a layer in blocks of GGUF are permuted")
-    return Linear(module.weight, None, module.bias, blocks=form_of(module.ggml_type))
+    return Linear(module.weight, None, module.bias, format=form_of(module.ggml_type))
 
 
 def embed(page: Page, module: Any, factor: float, suffix: str) -> Value:
@@ -34,7 +34,7 @@ def embed(page: Page, module: Any, factor: float, suffix: str) -> Value:
         form = form_of(page._check(module).ggml_type)
     else:
         raise UnknownModelError(f"a {type(module).__name__} stands where {suffix or 'Embedding'} is expected")
-    width = Linear(module.weight, blocks=form).inputs
+    width = Linear(module.weight, format=form).inputs
     return page._add(op.Embed(Value(width), module.weight, factor, format=form))
 
 
