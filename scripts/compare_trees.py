@@ -64,9 +64,9 @@ def chains_alone(model: PreTrainedModel) -> Iterator[None]:
     """Let the model's states be restored, as if their layers could not branch."""
     chains = patch.object(branching, "why_not", lambda model: "chains are asked for")
     with chains, patch.object(verdicts, "path_of", lambda *args: None):  # what is known of it is not asked for
-        capabilities._found.pop(model, None)
+        capabilities._found.pop(model)
         yield
-    capabilities._found.pop(model, None)
+    capabilities._found.pop(model)
 
 
 def tokens_per_step(model: PreTrainedModel, guesses: int, options: dict, texts: list[list[int]]) -> float:

@@ -573,7 +573,7 @@ def test_probe_of_fused_passes_sees_it(plant, model_type, dtype, monkeypatch):
     model = tiny_model(model_type, intermediate_size=64).to(dtype)
     adapter = capabilities.find_adapter(model)
     assert isinstance(capabilities.fused_runner(model, adapter), FusedRunner)
-    capabilities._found.clear()
+    capabilities._found.pop(model)
     plant(monkeypatch)
     found = capabilities.fused_runner(model, adapter)
     assert isinstance(found, str)
@@ -598,7 +598,7 @@ def test_probe_at_wrap_time_sees_it(plant, model_type, dtype, monkeypatch):
     """A defect of the masks costs the branches; one of the cache or of all positions leaves nothing to decode with."""
     model = tiny_model(model_type).to(dtype)
     before = capabilities.find_adapter(model)
-    capabilities._found.clear()
+    capabilities._found.pop(model)
     plant(monkeypatch)
     try:
         after = capabilities.find_adapter(model)

@@ -487,7 +487,7 @@ def test_goes_without_where_memory_is_short(monkeypatch):
     step_graphs = StepGraphs(model, again)
     prompt = [random_prompt(random.Random(0))]
     with serving(step_graphs) as lent:
-        with pytest.warns(UserWarning, match="no memory"):
+        with pytest.warns(UserWarning, match="not enough memory"):
             check_identical(model, prompt, GREEDY, FIXED, seed=0)
         check_identical(model, prompt, GREEDY, FIXED, seed=0)
     assert not lent

@@ -28,7 +28,9 @@ from lookahead.guessing.pool import PoolSource
 from lookahead.guessing.source import GuessSource
 from lookahead.models import branching, recurrence
 from lookahead.models.cache import LookaheadCache
+from lookahead.models.kept import ATTRIBUTE
 from lookahead.models.recurrence import Forest, StateLayer
+from lookahead.models.state import state_of
 from lookahead.passes.capabilities import find_adapter, fused_runner
 from lookahead.passes.conditions import hides_padding
 from lookahead.passes.fused import FusedRunner
@@ -410,12 +412,12 @@ def test_a_cache_survives_a_failure_within_a_pass(model_type, place, at, monkeyp
     with monkeypatch.context() as patch:
         if owner is None:
             patch.setitem(branching._OURS, "causal_conv1d_fn", failing)
-            branching._copies.clear()
+            state_of(model).kept.clear()
         else:
             patch.setattr(owner, place, failing)
         with pytest.raises(KeyboardInterrupt):
             model.generate(ids, past_key_values=cache, **GREEDY)
-    branching._copies.clear()
+    state_of(model).kept.clear()
     assert cache.get_seq_length() == length
     assert all(map(torch.equal, states_of(cache), before))
     assert torch.equal(model.generate(ids, past_key_values=cache, **GREEDY), expected)
@@ -443,6 +445,7 @@ def test_other_calls_get_the_functions_of_transformers(monkeypatch):
     lookahead.unwrap(model)
     assert seen
     assert all(torch.equal(logits, expected) for logits in seen)
+    vars(model).pop(ATTRIBUTE)  # what is known of the model stays
     assert [(type(module), dict(vars(module))) for module in model.modules()] == before
 
 
