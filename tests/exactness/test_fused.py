@@ -78,7 +78,7 @@ FAMILIES = [
 ]  # fmt: skip
 # In older transformers, these have parts of another shape or of another model, or masks that are not causal.
 OTHERS_BEFORE = [
-    *("gptj", "codegen", "nemotron_h", "cohere_compass_text", "aria_text"),
+    *("gptj", "codegen", "nemotron_h", "cohere_compass_text", "aria_text", "git"),
     *("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"),
 ]
 SEE_WHAT_FOLLOWS = [] if hasattr(modeling_rembert, "create_causal_mask") else ["megatron-bert", "rembert", "big_bird"]
