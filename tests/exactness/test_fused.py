@@ -441,7 +441,8 @@ def test_it_computes_what_the_model_computes(
             for rows in steps:
                 step = lay_out(int(rng.integers(3, 97)), random_tree(rng, rows, 97))
                 eager, fused = (runner.run([step], cache) for runner, cache in zip(runners, caches, strict=True))
-                full = 3e-4 if family in MIXTURES else 1e-4  # experts' weights make more of what rounding changes
+                # Quantized experts make more of what rounding changes: 1.6e-4 was seen over steps of 300 rows.
+                full = 3e-4 if in_int8 and family in MIXTURES else 1e-4
                 allowed = full if dtype == torch.float32 else 1.6e-1 if in_int8 else 8e-2
                 assert relative_error(fused.logits, eager.logits) < allowed
                 for layer in layers:
