@@ -314,6 +314,7 @@ def test_a_schema_that_takes_minutes_is_given_up(strict):
 
 
 @pytest.mark.parametrize("schema", [{"const": "a<|endoftext|>"}, {"enum": ["a", "<|endoftext|>"]},
+                                    {"type": "object", "required": ["<|endoftext|>"]},
                                     {"type": "object", "properties": {"<|endoftext|>": {"type": "null"}}}])  # fmt: skip
 def test_a_special_token_is_no_text_of_a_schema(grammars, schema):
     special = grammars.tokenizer.eos_token
@@ -322,6 +323,66 @@ def test_a_special_token_is_no_text_of_a_schema(grammars, schema):
         grammars.text(Demand(schema), Prompt([1], []), many=True)
     described = {"type": "string", "description": special, "maxLength": 3}
     grammars.compiled(grammars.text(Demand(described), Prompt([1], []), many=True))
+
+
+A_CITY = {"type": "object", "properties": {"name": {"const": "Rome"}}, "required": ["name"]}
+CALLS = {"open": "<call>", "close": "</call>", "content": "json", "transform": {"function": "{content}"}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        ({"$defs": {"City": A_CITY}, "properties": {"city": {"$ref": "#/$defs/City"}}, "required": ["city"]},
+         {"city": {"name": "Rome"}}, {"city": "Rome"}),
+        ({"properties": {"next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}, "required": ["next"]},
+         {"next": {"next": None}}, {"next": {"name": "f\u00fc\"r", "arguments": {"next": None}}}),
+        ({"properties": {"arguments": {"type": "null"}, "name": {"$ref": "#/properties/arguments"}},
+          "required": ["arguments", "name"]}, {"arguments": None, "name": None}, {"arguments": None, "name": 1}),
+    ],
+)  # fmt: skip
+def test_references_of_a_tool_begin_at_its_own_schema(model, schema, good, bad):
+    """As they do where the schema is that of an answer: a call allows the same, behind the name of the tool."""
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
+    grammars = Grammars(tokenizer, {"fields": {"tool_calls": CALLS}}, model.config.vocab_size, {tokenizer.eos_token_id})
+    schema, name = {"type": "object", "additionalProperties": False, **schema}, 'f\u00fc"r'
+    tools = [{"function": {"name": name, "parameters": one}} for one in (schema, A_CITY)]
+    tools[1]["function"]["name"] = "other"
+    prompt = Prompt([1], [], tools=tools)
+    for demand, before, behind in (
+        (Demand(schema), "", ""),
+        (
+            Demand(calls=(name, "other")),
+            f'<call>{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": ',
+            "}</call>",
+        ),
+    ):
+        compiled = grammars.compiled(grammars.text(demand, prompt if before else Prompt([1], []), many=False))
+        for value, allowed in ((good, True), (bad, False)):
+            ids = tokenizer(before + json.dumps(value, ensure_ascii=False) + behind, add_special_tokens=False).input_ids
+            text = compiled.deep_copy()
+            assert (text.validate_tokens(ids) == len(ids)) == allowed, (before, value)
+    for untyped in ({"properties": {"a": {"const": 1}}}, {"$ref": "#/$defs/City", "$defs": {"City": A_CITY}}, {}, None):
+        asked = Prompt([1], [], tools=[{"function": {"name": "f", "parameters": untyped}}])
+        compiled = grammars.compiled(grammars.text(Demand(calls=("f",)), asked, many=True))
+        for value in ("5", "[]", '"x"', "null", '{"name": "Rome"}'):
+            ids = tokenizer(f'<call>{{"name": "f", "arguments": {value}}}</call>', add_special_tokens=False).input_ids
+            assert (compiled.deep_copy().validate_tokens(ids) == len(ids)) == ("{" in value), (untyped, value)
+    broken = {"type": "object", "properties": {"a": {"$ref": "#/$defs/no"}}}
+    asked = Prompt([1], [], tools=[{"function": {"name": "f", "parameters": broken}}])
+    with pytest.raises(RefusedError) as refused:
+        grammars.compiled(grammars.text(Demand(calls=("f",)), asked, many=True))
+    assert "/$defs/no" in str(refused.value)
+    assert "%json" not in str(refused.value)
+
+
+@pytest.mark.parametrize("behind", ["", "x"])
+def test_a_special_token_that_a_pattern_allows_alone_is_refused_as_it_comes(model, grammars, behind):
+    """Otherwise the text would end there, or have nothing at that place."""
+    schema = {"type": "string", "pattern": f"^a{re.escape(grammars.tokenizer.eos_token)}{behind}$"}
+    with pytest.raises(RefusedError, match="special token"):
+        decode(model, grammars, schema, "x = ", guesses=True, max_new_tokens=20)
+    ids, _ = decode(model, grammars, {"const": "b"}, "x = ", guesses=True, max_new_tokens=20)
+    assert grammars.tokenizer.decode(ids, skip_special_tokens=True) == '"b"'
 
 
 GROWS = {  # while its text is written

@@ -5,6 +5,7 @@ is forced.
 """
 
 import json
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +24,7 @@ from ngram_pool import GuessTree
 BLANKS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 ANY_OBJECT = {"type": "object"}
 REACH = 2**14  # references of a schema times its levels, at most: to compile it may take 3 KB of a stack for each
-LISTING = "\n   1 | "  # behind what is wrong, llguidance shows the grammar
+LISTING = re.compile(r"\n +\d+ \| ")  # behind what is wrong, llguidance shows the grammar
 FORBIDS = "satisfy the grammar"  # in what llguidance says of a token that it forbids
 CLAIM = 0.9  # probability of a token that is forced but for the ways to cut its characters into tokens
 
@@ -71,7 +72,7 @@ class Grammars:
         """
         compiled = LLMatcher(self.reads, text)
         if wrong := compiled.get_error():
-            raise RefusedError(f"the schema cannot be enforced: {wrong.partition(LISTING)[0]}")
+            raise RefusedError(f"the schema cannot be enforced: {LISTING.split(wrong)[0]}")
         return compiled
 
     def enforce(
@@ -81,7 +82,7 @@ class Grammars:
 
         prompt: tokens before the text. param: the field of the request that asks for it.
         """
-        text = Enforced(grammar.deep_copy(), prompt, param)
+        text = Enforced(grammar.deep_copy(), prompt, self.tokenizer.all_special_ids, param)
         return HideForbidden(text, self.ends), ForcedTokens(text)
 
     @property
@@ -100,29 +101,24 @@ class Grammars:
                 'tool_choice must be "auto" or "none": no call can be enforced in the form that this model uses',
                 "tool_choice",
             )
-        schemas = [_schema_of(tool["function"]) for tool in tools if not names or tool["function"]["name"] in names]
+        functions = [tool["function"] for tool in tools if not names or tool["function"]["name"] in names]
         opens, closes = self._literal(how["open"]), self._literal(how["close"])
-        ways = [f"call_{number}: %json {self._json(schema)}" for number, schema in enumerate(schemas)]
-        each = " | ".join(f"call_{number}" for number in range(len(ways)))
+        ways, arguments = [], []
+        for number, function in enumerate(functions):
+            self._json({"const": function["name"]})  # what it refuses
+            before = json.dumps({"name": function["name"]}, ensure_ascii=False)[:-1] + ', "arguments": '
+            ways.append(f'{json.dumps(before, ensure_ascii=False)} arguments_{number} "}}"')
+            # Each schema is a document of its own: its references begin at its root.
+            schema = ANY_OBJECT | (function.get("parameters") or {})  # others than objects are no arguments
+            arguments.append(f"arguments_{number}: %json {self._json(schema)}")
         more = r" (/\n?/ call)*" if many else ""
-        return [f"calls: call{more}", rf"call: {opens} /\n?/ ({each}) /\n?/ {closes}", *ways]
+        return [f"calls: call{more}", rf"call: {opens} /\n?/ ({' | '.join(ways)}) /\n?/ {closes}", *arguments]
 
     def _json(self, schema: dict) -> str:
         return _json(schema, self.tokenizer.all_special_tokens)
 
     def _literal(self, text: str) -> str:
         return text if text in self.tokenizer.all_special_tokens else json.dumps(text)
-
-
-def _schema_of(function: dict) -> dict:
-    """Return the JSON schema of a call."""
-    arguments = function.get("parameters") or ANY_OBJECT
-    return {
-        "type": "object",
-        "properties": {"name": {"const": function["name"]}, "arguments": arguments},
-        "required": ["name", "arguments"],
-        "additionalProperties": False,
-    }
 
 
 def _json(schema: dict, special: Sequence[str]) -> str:
@@ -133,7 +129,8 @@ def _json(schema: dict, special: Sequence[str]) -> str:
     while inside:
         levels += 1
         objects = [one for one in inside if isinstance(one, dict)]
-        fixed = json.dumps([[*one, one.get("const"), one.get("enum")] for one in objects], ensure_ascii=False)
+        texts = [[*one, *map(one.get, ("const", "enum", "required"))] for one in objects]
+        fixed = json.dumps(texts, ensure_ascii=False)
         if found := next((token for token in special if token in fixed), None):
             raise RefusedError(f"the schema cannot be enforced: it has {found}, a special token, as a text")
         references |= {one["$ref"] for one in objects if isinstance(one.get("$ref"), str)}
@@ -151,9 +148,11 @@ def _json(schema: dict, special: Sequence[str]) -> str:
 class Enforced:
     """A text that keeps to a grammar, as far as it is written."""
 
-    def __init__(self, grammar: LLMatcher, prompt: int, param: str | None = None):
-        """grammar: followed from here on by this text alone. prompt: its tokens. param: at fault for errors."""
-        self._matcher, self._param = grammar, param
+    def __init__(self, grammar: LLMatcher, prompt: int, special: Sequence[int] = (), param: str | None = None):
+        """grammar: followed from here on by this text alone. prompt: its tokens. special: tokens without a text.
+        param: at fault for errors.
+        """
+        self._matcher, self._special, self._param = grammar, list(special), param
         self.length = prompt
         """Tokens of the prompt, and of the answer as far as it was followed."""
 
@@ -173,7 +172,16 @@ class Enforced:
         """The tokens that may come next, bool [vocabulary]. Raises RefusedError if the grammar grows too large."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         self._check()
-        return torch.from_numpy(np.unpackbits(bits, bitorder="little").view(bool))
+        mask = np.unpackbits(bits, bitorder="little").view(bool)
+        is_alone = bool(mask[self._special].any()) and mask.sum() == 1
+        if is_alone and not (self.may_end or self._matcher.validate_tokens(mask.nonzero()[0].tolist())):
+            # Its text must come next, and llguidance cuts that as the tokenizer does, which takes it for the token.
+            raise RefusedError(
+                "the schema cannot be enforced: at one place, it allows only the text of a special token, such as by a "
+                "pattern",
+                self._param,
+            )
+        return torch.from_numpy(mask)
 
     def _check(self) -> None:
         if not self._matcher.is_error():
