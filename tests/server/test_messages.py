@@ -1,5 +1,6 @@
 """`/v1/messages`, as Anthropic's clients ask and read; lists, probabilities and penalties; keys, names and the page."""
 
+import asyncio
 import contextlib
 import gzip
 import json
@@ -11,12 +12,15 @@ import time
 import urllib.error
 import urllib.request
 from functools import cache
+from itertools import groupby, pairwise
 from pathlib import Path
 
 import openai
 import pytest
 import torch
 from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
 from server_process import SERVE, ask, connect, running
 from starlette.testclient import TestClient
 from test_server import THINKING, WRITING
@@ -224,6 +228,26 @@ def test_blocks_become_messages_of_a_chat():
     assert wishes.settings == {"max_new_tokens": 5, "top_k": 3, "do_sample": True}
 
 
+@given(st.lists(st.sampled_from(["user", "assistant", "system"]), min_size=1, max_size=12), st.randoms())
+def test_messages_of_one_role_that_follow_each_other_are_one_turn(roles, random):
+    """However its blocks are cut into messages. Chat templates that want roles to alternate would refuse them."""
+    block = {
+        "user": [{"type": "text", "text": "a"}, {"type": "tool_result", "tool_use_id": "t", "content": "b"}],
+        "assistant": [{"type": "text", "text": "c"}, {"type": "tool_use", "id": "t", "name": "f", "input": {"a": 1}},
+                      {"type": "thinking", "thinking": "x"}],
+        "system": [{"type": "text", "text": "d"}],
+    }  # fmt: skip
+    turns = [(role, random.choices(block[role], k=4)) for role, _ in groupby([*roles, "assistant", "user"])]
+    whole = [{"role": role, "content": blocks} for role, blocks in turns]
+    cuts = random.randint(1, 4)
+    cut = [{"role": role, "content": part} for role, blocks in turns for part in (blocks[:cuts], blocks[cuts:])]
+    wanted, read = (
+        fields.read_request({"messages": given, "max_tokens": 5}, MESSAGES, "demo", 99, ())[0] for given in (whole, cut)
+    )
+    assert read == wanted
+    assert all(a["role"] != b["role"] or a["role"] == "tool" for a, b in pairwise(read.messages))
+
+
 def test_texts_of_an_answer_are_one_text():
     """The server has cut them where a call or reasoning stood between them: they come back as they were written."""
     blocks = [{"type": "text", "text": "a"}, {"type": "thinking", "thinking": "x"}, {"type": "text", "text": " b"}]
@@ -290,7 +314,8 @@ def test_a_template_gets_no_tools_where_none_may_be_called(more):
     [
         ({"max_tokens": None}, "max_tokens is missing"),
         ({"messages": None}, "messages is missing"),
-        ({"messages": [{"role": "system", "content": "x"}]}, 'role must be "user" or "assistant"'),
+        ({"messages": [{"role": "tool", "content": "x"}]}, 'role must be "user", "assistant" or "system"'),
+        ({"messages": [{"role": "user", "content": "word " * 800}]}, "prompt is too long: 1601 tokens"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "blocks must be of type text"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]}, "blocks must be of type text"),
         ({"messages": [{"role": "user", "content": 5}]}, "a text, or a list of blocks"),
@@ -359,11 +384,53 @@ def test_what_is_got_may_end_with_a_slash(address):
     assert (model["id"], model["lifecycle"], model["max_input_tokens"]) == ("demo", "active", 1023)
 
 
-def test_a_request_that_is_refused_for_want_of_room_has_a_line(plain, tokenizer, monkeypatch, caplog):
-    monkeypatch.setattr(app, "MOST_OPEN", 0)
-    with caplog.at_level("INFO", "lookahead.serve"), TestClient(make_app(plain, tokenizer, "x")) as client:
-        assert client.post("/v1/completions", json={"prompt": "x", "max_tokens": 1}).status_code == 429
-    assert any("/v1/completions 429" in line for line in caplog.messages)
+def test_each_request_has_one_line_and_is_counted_once(plain, tokenizer, monkeypatch, caplog):
+    """Wherever it ends: before its path is looked at, on its way, or as it should. Probes that succeed have no line."""
+    served, key = make_app(plain, tokenizer, "x", api_key=KEY), {"x-api-key": KEY}
+    completion, asked = "/v1/completions", {"prompt": "x", "max_tokens": 1}
+
+    async def goes() -> None:
+        scope = {"type": "http", "method": "POST", "path": completion, "headers": [(b"x-api-key", KEY.encode())]}
+
+        async def receive() -> dict:
+            return {"type": "http.disconnect"}
+
+        await served(scope, receive, lambda message: None)
+
+    with caplog.at_level("INFO", "lookahead.serve"), TestClient(served) as client:
+        for method, path, more, status, line, counted in (
+            ("POST", completion, {"json": asked}, 401, f"POST {completion} 401", completion),
+            ("POST", completion, {"json": asked, "headers": key}, 200, f"{completion} 200", completion),
+            ("POST", completion, {"json": {}, "headers": key}, 400, f"{completion} 400", completion),
+            ("POST", completion, {"content": b"x" * 2**21, "headers": key}, 413, f"{completion} 413", completion),
+            ("GET", completion, {"headers": key}, 405, f"GET {completion} 405", completion),
+            ("GET", "/v1/models", {"headers": key}, 200, "GET /v1/models 200", "/v1/models"),
+            ("GET", "/v1/models/y", {"headers": key}, 404, "GET /v1/models/y 404", "other"),
+            ("GET", "/v1/%0a200", {"headers": key}, 404, "GET /v1/%0A200 404", "other"),
+            ("GET", "/", {}, 200, "GET / 200", "/"),
+            ("GET", "/metrics", {}, 401, "GET /metrics 401", "/metrics"),
+            ("GET", "/health", {}, 200, None, "/health"),
+            ("POST", "/health", {}, 405, "POST /health 405", "/health"),
+            (None, completion, {}, "cancelled", f"POST {completion} cancelled", completion),
+            ("POST", completion, {"json": asked, "headers": key}, 429, f"{completion} 429", completion),
+        ):
+            if status == 429:
+                monkeypatch.setattr(app, "MOST_OPEN", 0)
+            sample = f'lookahead_requests_total{{path="{counted}",status="{status}"}}'
+            before = client.get("/metrics", headers=key).text
+            caplog.clear()
+            if method is None:
+                asyncio.run(goes())
+            else:
+                assert client.request(method, path, **more).status_code == status
+            own = [message.partition(",")[0] for message in caplog.messages if "httpx" not in message]
+            assert [one for one in own if one.startswith(("/", "GET", "POST"))] == ([line] if line else [])
+            counts = (
+                dict(re.findall(r"^(\S+) (\d+)$", text, re.M))
+                for text in (before, client.get("/metrics", headers=key).text)
+            )
+            old, new = (int(found.get(sample, 0)) for found in counts)
+            assert new - old == 1, (method, path, status)
 
 
 @pytest.mark.parametrize("path", [MESSAGES, COUNT, "/v1/completions"])
@@ -440,7 +507,8 @@ def test_probabilities_are_those_of_the_model(client, plain, tokenizer, stream, 
         for row, token, logprob, best in zip(rows, written, logprobs, top_k, strict=True):
             assert math.isclose(row[token], logprob, abs_tol=1e-4)
             assert max(best.values()) == pytest.approx(float(row.max()), abs=1e-4)
-            assert 1 <= len(best) <= 3
+            assert 1 <= len(best) <= 4  # the written one is named, too
+            assert math.isclose(best[tokenizer.decode([token])], logprob, abs_tol=1e-4)
     messages = [{"role": "user", "content": "def main():"}]
     chat = client.chat.completions.create(model="demo", messages=messages, logprobs=True, top_logprobs=2, **options)
     choices = [chunk.choices[0] for chunk in (chat if stream else [chat]) if chunk.choices]
@@ -476,6 +544,7 @@ def test_usage_apart_and_always(client, path):
     options = {"model": "demo", "max_tokens": LENGTH, "temperature": 0, "stream": True} | prompt
     apart = list(create(**options, stream_options={"include_usage": True}))
     assert [chunk.usage is not None for chunk in apart] == [False] * (len(apart) - 1) + [True]
+    assert all("usage" in chunk.model_fields_set for chunk in apart)  # null in all but the last, as OpenAI says
     assert apart[-1].choices == []
     always = list(create(**options, stream_options={"include_usage": True, "continuous_usage_stats": True}))
     counts = [chunk.usage.completion_tokens for chunk in always]
@@ -565,6 +634,8 @@ def test_a_key():
                 ({}, 401), ({"Authorization": "Bearer no"}, 401), ({"x-api-key": "é".encode().decode("latin-1")}, 401),
                 ({"Authorization": f"Bearer {KEY}"}, 200), ({"x-api-key": KEY}, 200),
                 ({"Authorization": f"bearer {KEY}"}, 200), ({"Authorization": KEY}, 401),
+                ({"x-api-key": "of another", "Authorization": f"Bearer {KEY}"}, 200),
+                ({"x-api-key": KEY, "Authorization": "Bearer of another"}, 200),
             ):  # fmt: skip
                 assert get(address, path, **headers)[0] == status
         assert [get(address, path)[0] for path in ("/", "/health")] == [200, 200]

@@ -420,7 +420,7 @@ MESSAGES = [{"role": "user", "content": "def main():"}]
         ({"messages": [{"content": "no role"}]}, "a message must be an object with a role"),
         ({"messages": [{"role": "user", "content": 5}]}, "content must be a text"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "parts of type text"),
-        ({"messages": [{"role": "user", "content": "word " * 2000}]}, "tokens: give 1 to 1023, the model's context"),
+        ({"messages": [{"role": "user", "content": "word " * 2000}]}, "tokens > 1023 maximum"),
         ({"max_tokens": 0}, "max_tokens must be a whole number above 0; it is 0"),
         ({"max_completion_tokens": 2.5}, "max_completion_tokens must be a whole number above 0; it is 2.5"),
         ({"temperature": -1}, "temperature must be a number from 0 on, .*; it is -1"),

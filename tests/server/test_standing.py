@@ -397,10 +397,14 @@ def test_a_signal_ends_streams_with_an_error(path):
         COMPLETION: {"prompt": "x"}, RESPONSE: {"input": "x", "max_output_tokens": 900},
     }.get(path, {"messages": [{"role": "user", "content": "x"}]})  # fmt: skip
     body = prompt if path == RESPONSE else prompt | {"max_tokens": 900}
-    with ThreadPoolExecutor(2) as threads:
+    with ThreadPoolExecutor(2) as threads, contextlib.ExitStack() as stack:
         with running("-c", SLOW, stop=signal.SIGTERM) as address:
             streamed = threads.submit(events, address, path, **body)
             whole = threads.submit(ask, address, path, **body)
+            arriving = stack.enter_context(contextlib.closing(connect(address)))
+            arriving.putrequest("POST", path)
+            arriving.putheader("Content-Length", "99")
+            arriving.endheaders(b"{")
             time.sleep(1)
             began = time.monotonic()
         assert time.monotonic() - began < 12
@@ -411,8 +415,9 @@ def test_a_signal_ends_streams_with_an_error(path):
         assert name == last["type"] == "error"
     elif path == RESPONSE:
         assert last["type"] == "response.failed"
-    assert status == 503
-    assert answered["error"]["message"] == "the server is stopping"
+    refused = arriving.getresponse()
+    assert status == refused.status == 503
+    assert answered["error"]["message"] == json.load(refused)["error"]["message"] == "the server is stopping"
 
 
 def test_a_model_that_fails_in_company_harms_its_request_alone():

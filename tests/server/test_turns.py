@@ -18,7 +18,7 @@ import lookahead
 from lookahead import DEMO_MODEL, LookaheadConfig
 from lookahead.extending import bytes_of
 from lookahead.tools.server.answering import End, Words
-from lookahead.tools.server.fields import CHAT, Wishes, read_request
+from lookahead.tools.server.fields import CHAT, RefusedError, Wishes, read_request
 from lookahead.tools.server.generations import Generations
 from lookahead.tools.server.parsing import Call
 from lookahead.tools.server.prefixes import Prefixes
@@ -86,6 +86,49 @@ def test_an_answer_is_found_as_it_was_written(read, tokenizer):
         following = read(messages, tools=TOOLS)
         assert following.ids[: len(ids)] == ids
         assert tokenizer.decode(following.ids[len(ids) :]) == "\n[tool]\ny = 2<|end|>\n[assistant]\n"
+
+
+ALTERNATES = (
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}[{{ m.role }}]{{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+def test_messages_are_one_where_the_template_wants_roles_to_alternate(read, tokenizer):
+    """Others get each message, as it was sent; what no merging helps is refused in the words of the template."""
+    user, said = [{"role": "user", "content": text} for text in ("a", "b")], {"role": "assistant", "content": "c"}
+    messages = [*user, said, said, user[0]]
+    assert tokenizer.decode(read(messages).ids).count("[user]") == 3
+    tokenizer.chat_template = ALTERNATES
+    assert tokenizer.decode(read(messages).ids) == "[user]a\nb<|end|>[assistant]c\nc<|end|>[user]a<|end|>[assistant]"
+    prompt = read(user)
+    ids = read.said(prompt, "c<|end|>", "c")  # is found again
+    assert read([*user, said, user[0]]).ids[: len(ids)] == ids
+    with pytest.raises(RefusedError, match="roles must alternate"):
+        read([said, *user])
+
+
+@pytest.mark.parametrize("content", ["sunny", "the result of a call, in many words", '"quoted"', " \n"])
+def test_no_message_is_passed_over_in_silence(read, tokenizer, content):
+    """Some templates know no results of tools, or take a system message at the beginning alone."""
+    messages = [ASKED[1], {"role": "assistant", "content": "sunny"}, {"role": "tool", "content": content}, ASKED[0]]
+    read(messages)
+    tokenizer.chat_template = TEMPLATE.replace("{{ m.content }}", "{{ m.content | tojson }}")
+    read(messages)
+    for role in ("tool", "system"):
+        tokenizer.chat_template = TEMPLATE.replace(
+            "[{{ m.role }}]", f"{{% if m.role == '{role}' %}}{{% continue %}}{{% endif %}}"
+        )
+        if content.strip() or role == "system":
+            with pytest.raises(RefusedError, match=f"passes over a message of the role '{role}'"):
+                read(messages)
+        else:
+            read(messages)
+    tokenizer.chat_template = TEMPLATE.replace(
+        "[{{ m.role }}]", "{% if m.role == 'assistant' %}{% continue %}{% endif %}"
+    )
+    read(messages)
 
 
 def test_an_answer_that_its_length_has_cut_goes_on_with_an_end(read, tokenizer):

@@ -6,6 +6,7 @@ import json
 import logging
 import socket
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
@@ -13,6 +14,7 @@ from http import HTTPStatus
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
+from urllib.parse import quote
 
 import click
 import torch
@@ -71,11 +73,15 @@ LEAST_BODY, LARGEST_BODY = 2**20, 2**23
 GRACE = 5  # seconds that requests have to end once the server is told to stop
 LAST_WORDS = 1  # seconds in which a stream can still say that it was stopped
 MOST_OPEN = 256  # requests whose answers are not yet written; further ones are refused
+STOPPING = "the server is stopping"
 TOO_LARGE = (
     "the answers that come whole take too much room, and these the most: let them come as a stream, or ask for fewer "
     "of them at once, or for fewer probabilities"
 )
 PING = 10  # seconds without an event, after which a stream shows that it is alive
+PROBES = ("/health", "/metrics")  # are asked again and again, so what succeeds there has no line in the log
+KNOWN = (*FORMS, "/v1/models", *PROBES, "/")  # paths that are counted by their names: others may be any number
+TOLD = "lookahead.told"  # in the scope of a request whose end has been counted and told
 
 Result = TypeVar("Result")
 
@@ -107,7 +113,9 @@ def serve(
     app = make_app(model, tokenizer, name, assistant, **of_app)
     http: Any = partial(Connection, Waiting())
     server = uvicorn.Server(
-        uvicorn.Config(app, http=http, access_log=False, timeout_graceful_shutdown=GRACE, timeout_keep_alive=PATIENCE)
+        uvicorn.Config(
+            app, http=http, ws="none", access_log=False, timeout_graceful_shutdown=GRACE, timeout_keep_alive=PATIENCE
+        )
     )
     place = f"[{host}]" if ":" in host else host
     click.echo(f"running on http://{place}:{sockets[0].getsockname()[1]} (Ctrl-C to quit)", err=True)
@@ -170,7 +178,7 @@ def make_app(
         Route("/health", health),
         Route("/", shown),
     ]
-    middleware = [Middleware(Trimmed)]
+    middleware = [Middleware(Trimmed), Middleware(Noted, requests=server.metrics.requests)]
     if cors:
         middleware.append(
             Middleware(CORSMiddleware, allow_origins=list(cors), allow_methods=["*"], allow_headers=["*"])
@@ -202,6 +210,40 @@ class Trimmed:
         await self._app(scope, receive, send)
 
 
+class Noted:
+    """Counts and tells of the requests that no `Exchange` tells of: those of other routes, those that are refused
+    before, and those that have not arrived.
+    """
+
+    def __init__(self, app: ASGIApp, requests: Counter):
+        self._app, self._requests = app, requests
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        began, status = time.perf_counter(), "cancelled"
+
+        async def note(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = str(message["status"])
+            await send(message)
+
+        try:
+            await self._app(scope, receive, note)
+        except Exception:
+            status = "500"
+            raise
+        finally:
+            if not scope.get(TOLD):
+                method, path = scope["method"], scope["path"]
+                is_known = path in KNOWN and method != "OPTIONS"  # which browsers send before a request
+                self._requests[path if is_known else "other", status] += 1
+                if status != "200" or path not in PROBES:
+                    logger.info(f"{method:.80} {quote(path):.80} {status}, {time.perf_counter() - began:.2f} s")
+
+
 class Guarded:
     """Refuses requests without the key."""
 
@@ -210,12 +252,14 @@ class Guarded:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in ("/", "/health"):
-            headers = Request(scope).headers
-            scheme, _, token = headers.get("authorization", "").partition(" ")
-            given = headers.get("x-api-key") or (token if scheme.lower() == "bearer" else "")
-            if not hmac.compare_digest(given.encode("latin-1"), self._key):  # the bytes that were sent
+            sent = Request(scope).headers
+            scheme, _, token = sent.get("authorization", "").partition(" ")
+            given = sent.get("x-api-key", ""), token if scheme.lower() == "bearer" else ""
+            # Clients may send both, one of them for another server. They are compared as the bytes that were sent.
+            if not any([hmac.compare_digest(key.encode("latin-1"), self._key) for key in given]):
                 says = "the key is missing or wrong: send it as Authorization: Bearer KEY, or as x-api-key: KEY"
-                await JSONResponse(_form_at(scope["path"]).error(says, 401), 401)(scope, receive, send)
+                headers = {"WWW-Authenticate": "Bearer"}
+                await JSONResponse(_form_at(scope["path"]).error(says, 401), 401, headers)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
@@ -375,17 +419,18 @@ class Exchange:
             body = await bodies.take(Request(self._scope).headers, self._receive, self._client)
         except ClientDisconnect:
             return
+        except asyncio.CancelledError:  # the server is stopping
+            await self._refuse(STOPPING, 503, {"Connection": "close"})
+            raise
         except UnreadError as error:
             # Others may still send; if the connection ended, they would not see why.
             headers = {408: {"Connection": "close"}, 503: {"Retry-After": "1"}}.get(error.status)
             await self._refuse(str(error), error.status, headers)
-            requests[self._path, self._status] += 1
             self._log()
             return
         if requests["running"] >= MOST_OPEN:
             bodies.release(body)
             await self._refuse(f"{MOST_OPEN} requests are open: try again later", 429, {"Retry-After": "1"})
-            requests[self._path, "429"] += 1
             self._log()
             return
         requests["running"] += 1
@@ -398,9 +443,13 @@ class Exchange:
                 await answering
             else:
                 self._status = "cancelled"
-        except asyncio.CancelledError:  # the server is stopping, and a stream can say so
-            self._pieces.put_nowait((0, InterruptedError("the server is stopping")))
+        except asyncio.CancelledError:  # the server is stopping, and an answer can say so
+            self._pieces.put_nowait((0, InterruptedError(STOPPING)))
             await asyncio.wait({answering}, timeout=LAST_WORDS)
+            if self._status == "cancelled":  # it has said nothing, such as while a schema is compiled
+                answering.cancel()
+                await asyncio.wait({answering}, timeout=LAST_WORDS / 2)
+                await self._refuse(STOPPING, 503, {"Connection": "close"})
             raise
         finally:
             gone.cancel()
@@ -415,7 +464,6 @@ class Exchange:
             self._server.gathered.discard(self)
             if self._status == "cancelled":  # or the connection stays until the client has taken what was sent
                 self._scope.get("extensions", {}).get(ABORT, lambda: None)()
-            requests[self._path, self._status] += 1
             self._log()
             self._answers = []  # they know this: together they would stay until Python looks for circles
 
@@ -470,7 +518,7 @@ class Exchange:
                 finally:  # what has begun when the client goes is to end
                     self._answers = await beginning
         except RefusedError as error:
-            await self._refuse(str(error), 400, param=error.param)
+            await self._refuse(str(error), 400, param=error.param, code=error.code)
         except BusyError as error:
             await self._refuse(str(error), 429, {"Retry-After": "1"})
         else:
@@ -536,9 +584,14 @@ class Exchange:
         await self._respond(JSONResponse(said))
 
     async def _refuse(
-        self, message: str, status: int, headers: dict[str, str] | None = None, param: str | None = None
+        self,
+        message: str,
+        status: int,
+        headers: dict[str, str] | None = None,
+        param: str | None = None,
+        code: str | None = None,
     ) -> None:
-        await self._respond(JSONResponse(_form_at(self._path).error(message, status, param), status, headers))
+        await self._respond(JSONResponse(_form_at(self._path).error(message, status, param, code), status, headers))
 
     async def _fail(self, error: Exception) -> None:
         message, status, param = _failure(error)
@@ -571,6 +624,8 @@ class Exchange:
 
     def _log(self) -> None:
         """Count and tell what a request took."""
+        self._scope[TOLD] = True
+        self._server.metrics.requests[self._path, self._status] += 1
         seconds, form, metrics = time.perf_counter() - self._began, self._form, self._server.metrics
         said = f"{self._path} {self._status}, {seconds:.2f} s"
         if form is not None and self._answers:

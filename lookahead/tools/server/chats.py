@@ -20,6 +20,8 @@ class _OfChoices(Form):
         chunk = self._chunk([choice])
         if self.asked.usage_always or (self.is_whole and not self.asked.usage_apart):
             chunk["usage"] = self.usage()
+        elif self.asked.usage_apart:
+            chunk["usage"] = None
         return event(chunk)
 
     def end(self) -> Iterator[str]:
@@ -129,7 +131,9 @@ def probabilities(of: list[Likelihood]) -> dict:
 
 
 def old_probabilities(of: list[Likelihood]) -> dict:
-    """Return probabilities as completions have them. Of tokens with one text, the likeliest counts."""
+    """Return probabilities as completions have them: with the likeliest tokens stands the written one, too. Of tokens
+    with one text, the likeliest counts.
+    """
 
     def text(of: Likelihood) -> str:
         if of.token.encode(errors="replace") == of.bytes:
@@ -139,6 +143,6 @@ def old_probabilities(of: list[Likelihood]) -> dict:
     return {
         "tokens": list(map(text, of)),
         "token_logprobs": [each.logprob for each in of],
-        "top_logprobs": [{text(one): one.logprob for one in reversed(each.top_k)} for each in of],
+        "top_logprobs": [{text(one): one.logprob for one in (each, *reversed(each.top_k))} for each in of],
         "text_offset": [each.offset for each in of],
     }

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain, groupby
 from typing import Any, TypeVar
 
 CHAT, COMPLETION, RESPONSE = "/v1/chat/completions", "/v1/completions", "/v1/responses"
@@ -33,11 +34,12 @@ class RefusedError(ValueError):
     """A request asks for what cannot be done. The message names the field and what it must be.
 
     param: the field at fault, or the part of it, such as messages[1]; None if it is no field.
+    code: what OpenAI calls such a fault, where clients act on the name.
     """
 
-    def __init__(self, message: str, param: str | None = None):
+    def __init__(self, message: str, param: str | None = None, code: str | None = None):
         super().__init__(message)
-        self.param = param
+        self.param, self.code = param, code
 
 
 @contextmanager
@@ -751,7 +753,8 @@ def _content(value: Any, of: str, between: str = "\n") -> str:
     Raises RefusedError for anything else.
     """
     if not _is_content(value):
-        raise RefusedError(f"{of}'s content must be a text, or parts of type text; one is {json.dumps(value):.80}")
+        wrong = next((part for part in value if not _is_content([part])), value) if isinstance(value, list) else value
+        raise RefusedError(f"{of}'s content must be a text, or parts of type text; one is {json.dumps(wrong):.80}")
     return value if isinstance(value, str) else between.join(part["text"] for part in value)
 
 
@@ -786,6 +789,8 @@ def _call(identity: Any, function: Any) -> dict:
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise RefusedError(f"a tool call must have a function with a name; one is {json.dumps(function):.80}")
     arguments = function.get("arguments")
+    if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
+        arguments = {}  # clients write a call without arguments so
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
@@ -841,20 +846,14 @@ def _add_calls(messages: list[dict], calls: list[dict]) -> None:
 
 
 def _anthropic_messages(given: list[dict], system: str | list[dict] | None) -> list[dict]:
-    """Return messages of Anthropic's API as messages of a chat. Blocks of thinking are passed over, as in chats."""
+    """Return messages of Anthropic's API as messages of a chat. Blocks of thinking are passed over, as in chats.
+
+    Messages of one role that follow each other are one turn, as there.
+    """
     messages: list[dict] = [] if system is None else [{"role": "system", "content": _content(system, "system")}]
-    for one in given:
-        role, content = one.get("role"), one.get("content")
-        _known(one, {"role", "content"}, "a message")
-        if role not in ("user", "assistant"):
-            raise RefusedError(f'a message\'s role must be "user" or "assistant"; one is {json.dumps(role):.80}')
-        blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
-        if not isinstance(blocks, list) or not all(isinstance(block, dict) for block in blocks):
-            raise RefusedError(
-                f"a message's content must be a text, or a list of blocks; one is {json.dumps(content):.80}"
-            )
+    for role, turn in groupby([_role_and_blocks(one) for one in given], lambda one: one[0]):
         texts, calls = [], []
-        for block in blocks:
+        for block in chain.from_iterable(blocks for _, blocks in turn):
             kind = block.get("type")
             if kind == "text" and isinstance(block.get("text"), str):
                 texts.append(block["text"])
@@ -864,7 +863,7 @@ def _anthropic_messages(given: list[dict], system: str | list[dict] | None) -> l
                 _check("the tool_use_id of a tool_result", block.get("tool_use_id"), A_TEXT)
                 result = _content("" if block.get("content") is None else block["content"], "a tool_result")
                 messages.append({"role": "tool", "tool_call_id": block["tool_use_id"], "content": result})
-            elif kind not in ("thinking", "redacted_thinking") or role == "user":
+            elif kind not in ("thinking", "redacted_thinking") or role != "assistant":
                 raise RefusedError(
                     "a message's blocks must be of type text; tool_use and thinking of the assistant; or tool_result "
                     f"of the user; one is {json.dumps(block):.80}"
@@ -876,6 +875,18 @@ def _anthropic_messages(given: list[dict], system: str | list[dict] | None) -> l
     if not messages:
         raise RefusedError("messages must hold a text")
     return messages
+
+
+def _role_and_blocks(given: dict) -> tuple[str, list[dict]]:
+    """Return what a message of Anthropic's API says. Raises RefusedError if it is none."""
+    role, content = given.get("role"), given.get("content")
+    _known(given, {"role", "content"}, "a message")
+    if role not in ("user", "assistant", "system"):
+        raise RefusedError(f'a message\'s role must be "user", "assistant" or "system"; one is {json.dumps(role):.80}')
+    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    if not isinstance(blocks, list) or not all(isinstance(block, dict) for block in blocks):
+        raise RefusedError(f"a message's content must be a text, or a list of blocks; one is {json.dumps(content):.80}")
+    return role, blocks
 
 
 @blamed("prompt")

@@ -23,11 +23,11 @@ def name_of_call() -> str:
     return new_name(length=9)  # some chat templates take names of nine letters and digits alone
 
 
-def error_body(message: str, status: int, param: str | None = None) -> dict:
-    """Return an error as OpenAI's clients read it. param: the field at fault."""
+def error_body(message: str, status: int, param: str | None = None, code: str | None = None) -> dict:
+    """Return an error as OpenAI's clients read it. param: the field at fault. code: of the fault."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     named = None if param is None else characters(param)
-    return {"error": {"message": characters(message), "type": kind, "param": named, "code": None}}
+    return {"error": {"message": characters(message), "type": kind, "param": named, "code": code}}
 
 
 def characters(text: str) -> str:
@@ -86,8 +86,8 @@ class Form:
         self._count = count
 
     @staticmethod
-    def error(message: str, status: int, param: str | None = None) -> dict:
-        return error_body(message, status, param)
+    def error(message: str, status: int, param: str | None = None, code: str | None = None) -> dict:
+        return error_body(message, status, param, code)
 
     @property
     def is_whole(self) -> bool:

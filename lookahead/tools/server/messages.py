@@ -23,7 +23,7 @@ class Message(Form):
         self._open: str | None = None  # kind of the last block, if it has not ended
 
     @staticmethod
-    def error(message: str, status: int, param: str | None = None) -> dict:
+    def error(message: str, status: int, param: str | None = None, code: str | None = None) -> dict:
         kind = KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
         return {"type": "error", "error": {"type": kind, "message": characters(message)}}
 

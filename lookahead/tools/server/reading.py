@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 MOST_WRITTEN = 2**24  # bytes of conversations
 A_TOKEN, A_TEXT = 4, 512  # bytes that a token takes, and what stands around those of a conversation
 LONG = 16  # characters for each token of the context, of which a text with more is read first
+TELLING = 16  # characters of a message that stand in a prompt by no chance
+MARK = "q7x"  # is in no template
 CUT = 16  # tokens at the end of a text that another one may have where the text goes on
 
 
@@ -216,7 +218,14 @@ class Reader:
             ids = read["input_ids"]
             return Prompt(ids, predicted, "", True, goes_on, asked.tools)
         how = not asked.continues, asked.continues
-        rendered = self._render(asked, messages, asked.tools, *how)
+        try:
+            rendered = self._render(asked, messages, asked.tools, *how)
+        except Exception:  # it may want roles to alternate
+            if len(turns := one_a_turn(messages)) == len(messages):
+                raise
+            messages = turns
+            rendered = self._render(asked, messages, asked.tools, *how)
+        self._check_that_all_is_read(asked, messages, rendered)
         if asked.tools and rendered == self._render(asked, messages, None, *how):
             raise RefusedError("tools must be left out, because the model's chat template knows none", "tools")
         *_, digest = known = list(digests(messages))
@@ -224,6 +233,29 @@ class Reader:
         ids = self._with_written(asked, messages, rendered, known) or self._encode(rendered)
         ends = self._shared(asked, messages, rendered, ids) if self._keeps_beginnings and not asked.continues else ()
         return Prompt(ids, predicted, "", True, goes_on, asked.tools, ends, conversation=conversation)
+
+    def _check_that_all_is_read(self, asked: Asked, messages: list[dict], rendered: str) -> None:
+        """Raise RefusedError for a message that the chat template passes over. rendered: what it makes of all.
+
+        Those of the model may be: templates leave out reasoning, and words beside calls.
+        """
+        of_others = [i for i, message in enumerate(messages) if message["role"] != "assistant"]
+        texts = {i: messages[i]["content"].strip() for i in of_others}
+        unseen = [i for i, text in texts.items() if text and (len(text) < TELLING or text not in rendered)]
+        if not unseen:
+            return
+        marks = {i: f"{MARK}{i}{MARK}" for i in unseen}  # a template may write a text otherwise, such as in JSON
+        marked = [one | {"content": one["content"] + marks.get(i, "")} for i, one in enumerate(messages)]
+        try:
+            with_marks = self._render(asked, marked, asked.tools, not asked.continues, asked.continues)
+        except Exception:  # templates raise errors of many kinds
+            return
+        for i, mark in marks.items():
+            if mark not in with_marks:
+                raise RefusedError(
+                    f"the model's chat template passes over a message of the role {messages[i]['role']!r}, which "
+                    f"begins with {messages[i]['content']!r:.40}: give it another role or place, or leave it out"
+                )
 
     def _shared(self, asked: Asked, messages: list[dict], rendered: str, ids: list[int]) -> tuple[int, ...]:
         """Return how many tokens another prompt shares, if its first question is another one, and if it goes on from
@@ -299,7 +331,27 @@ class Reader:
 
 
 def too_long(tokens: object, context: int) -> RefusedError:
-    return RefusedError(f"the prompt has {tokens} tokens: give 1 to {context - 1}, the model's context")
+    """Return the error of a prompt that has no token, or too many. Agents shorten a conversation by the words of it."""
+    if not tokens:
+        return RefusedError(f"the prompt is empty: give 1 to {context - 1} tokens")
+    return RefusedError(
+        f"prompt is too long: {tokens} tokens > {context - 1} maximum; this model's maximum context length is "
+        f"{context} tokens, with at least one of the answer",
+        code="context_length_exceeded",
+    )
+
+
+def one_a_turn(messages: list[dict]) -> list[dict]:
+    """Return messages of which those of one role that follow each other are one. Results of tools stay apart."""
+    turns: list[dict] = []
+    for message in messages:
+        if not turns or message["role"] != turns[-1]["role"] or message["role"] not in ("system", "user", "assistant"):
+            turns.append(message)
+            continue
+        texts = [text for text in (turns[-1]["content"], message["content"]) if text]
+        calls = [*turns[-1].get("tool_calls", ()), *message.get("tool_calls", ())]
+        turns[-1] = turns[-1] | {"content": "\n".join(texts)} | ({"tool_calls": calls} if calls else {})
+    return turns
 
 
 def digests(messages: list[dict], before: bytes = b"") -> Iterator[bytes]:
