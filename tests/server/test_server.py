@@ -155,6 +155,8 @@ def test_a_chat(client, expected, stream):
     else:
         choice, usage = answer.choices[0], answer.usage
         text = choice.message.content
+        assert "logprobs" in choice.model_fields_set  # OpenAI's schema wants both, even if they are null
+        assert "refusal" in choice.message.model_fields_set
     assert text == expected("import os\ndef main():\n", 6)
     assert choice.finish_reason == "length"
     assert usage.completion_tokens == LENGTH

@@ -409,15 +409,16 @@ def test_a_signal_ends_streams_with_an_error(path):
             began = time.monotonic()
         assert time.monotonic() - began < 12
         (*_, (name, last)) = streamed.result()
+        refused = arriving.getresponse()
+        says = json.load(refused)
         status, answered = whole.result()
     assert "the server is stopping" in json.dumps(last)
     if path == MESSAGE:
         assert name == last["type"] == "error"
     elif path == RESPONSE:
         assert last["type"] == "response.failed"
-    refused = arriving.getresponse()
     assert status == refused.status == 503
-    assert answered["error"]["message"] == json.load(refused)["error"]["message"] == "the server is stopping"
+    assert answered["error"]["message"] == says["error"]["message"] == "the server is stopping"
 
 
 def test_a_model_that_fails_in_company_harms_its_request_alone():

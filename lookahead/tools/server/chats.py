@@ -36,12 +36,12 @@ class Chat(_OfChoices):
     def object(self) -> dict:
         choices = []
         for number, answer in enumerate(self.answers):
-            message: dict[str, Any] = {"role": "assistant", "content": answer.text()}
+            message: dict[str, Any] = {"role": "assistant", "content": answer.text(), "refusal": None}
             if reasoning := answer.text(REASONING):
                 message["reasoning_content"] = reasoning
             if answer.calls:
                 message["tool_calls"] = [called(name, call) for name, call in answer.calls]
-            choice = {"index": number, "message": message, "finish_reason": reason(answer)}
+            choice = {"index": number, "message": message, "logprobs": None, "finish_reason": reason(answer)}
             if answer.likelihoods:
                 choice["logprobs"] = probabilities(answer.likelihoods)
             choices.append(choice)

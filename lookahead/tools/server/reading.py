@@ -237,9 +237,11 @@ class Reader:
     def _check_that_all_is_read(self, asked: Asked, messages: list[dict], rendered: str) -> None:
         """Raise RefusedError for a message that the chat template passes over. rendered: what it makes of all.
 
-        Those of the model may be: templates leave out reasoning, and words beside calls.
+        Those of the model may be: templates leave out reasoning, and words beside calls. So may a system message at the
+        beginning: some write it before the last question alone, so that it is missing behind the results of tools.
         """
-        of_others = [i for i, message in enumerate(messages) if message["role"] != "assistant"]
+        own = ("assistant", "system")
+        of_others = [i for i, one in enumerate(messages) if one["role"] not in (own if i == 0 else own[:1])]
         texts = {i: messages[i]["content"].strip() for i in of_others}
         unseen = [i for i, text in texts.items() if text and (len(text) < TELLING or text not in rendered)]
         if not unseen:
