@@ -211,8 +211,8 @@ class Trimmed:
 
 
 class Noted:
-    """Counts and tells of the requests that no `Exchange` tells of: those of other routes, those that are refused
-    before, and those that have not arrived.
+    """Counts and tells of the requests that no `Exchange` tells of: those of other routes, and those that are refused
+    before. Those that have not arrived are counted alone.
     """
 
     def __init__(self, app: ASGIApp, requests: Counter):
@@ -240,7 +240,7 @@ class Noted:
                 method, path = scope["method"], scope["path"]
                 is_known = path in KNOWN and method != "OPTIONS"  # which browsers send before a request
                 self._requests[path if is_known else "other", status] += 1
-                if status != "200" or path not in PROBES:
+                if status != "cancelled" and (status != "200" or path not in PROBES):  # crowds come and go
                     logger.info(f"{method:.80} {quote(path):.80} {status}, {time.perf_counter() - began:.2f} s")
 
 
