@@ -114,7 +114,13 @@ class State:
         )
         changing = {*origin.written, "training"}  # the probe runs in eval mode
         attributes = [_attributes(module, changing) for module in modules]
-        self.text = repr((list(map(_name, self._classes)), kinds, self._settings, attributes))
+        numbers = {id(module): i for i, module in enumerate(modules)}
+        # Each module is listed once, wherever the model has it. So it is said what is where.
+        places = [
+            [(name, numbers[id(part)]) for name, part in parts.items() if part is not None]
+            for _, (parts, *_), _ in found
+        ]
+        self.text = repr((list(map(_name, self._classes)), places, kinds, self._settings, attributes))
         """The whole state, if `is_known`, in words that are equal in another process."""
         self.key = (
             self.text,

@@ -51,6 +51,35 @@ def test_conversation_on_one_cache(model_type, full_ids):
         lookahead.unwrap(model)
 
 
+def test_positions_that_a_caller_gives():
+    """The first pass reads the last of them, and each token after the prompt has the next position."""
+    model = tiny_model("gpt2", seed=3)
+    with torch.no_grad():
+        for weights in model.parameters():
+            weights.mul_(4.0 if weights.ndim > 1 else 1.0)  # so that texts depend on positions
+    ids, held, options = torch.arange(5, 17)[None] * 5, 7, {"max_new_tokens": 8, "do_sample": False}
+    usual = torch.arange(12)[None]
+    given = {
+        "all": (usual, True), "new": (usual[:, held:], True), "from 0": (usual[:, :-held], False),
+        "more": (torch.arange(14)[None], False), "one": (usual[:, -1:], False), "later": (usual + 1, False),
+        "right where read": (torch.cat([usual[:, :held] + 50, usual[:, held:]], dim=1), True),
+    }  # fmt: skip
+
+    def text(model, positions, full_ids):
+        cache = DynamicCache(config=model.config)
+        model.generate(ids[:, :held], past_key_values=cache, max_new_tokens=1)
+        new, mask = ids if full_ids else ids[:, held:], torch.ones_like(ids)
+        inputs = {"attention_mask": mask, "position_ids": positions, "past_key_values": cache}
+        return model.generate(new, **inputs, **options)[:, new.shape[1] :].tolist()
+
+    plain = deepcopy(model)
+    lookahead.wrap(model)
+    for what, (positions, is_usual) in given.items():
+        for full_ids in (True, False):
+            assert text(model, positions, full_ids) == text(plain, positions, full_ids), what
+            assert bool(model.lookahead.last.plain) != is_usual, what
+
+
 @pytest.mark.parametrize("model_type", ["llama", "gemma2", "llama4_text", "lfm2"])
 def test_plain_and_lookahead_take_turns(model_type):
     """Either continues on what the other left, dynamic layers or ours."""

@@ -1098,6 +1098,22 @@ def test_a_verdict_is_on_what_it_was_found_for(change, kept):
     assert count
 
 
+def test_a_verdict_knows_where_modules_are(kept):
+    """One layer of two is the same to what is listed of modules, whether the other is gone or is the first again."""
+    one = tiny_model("llama")
+    del one.model.layers[1]
+    lookahead.wrap(one, CONFIG)
+    twice = tiny_model("llama")
+    twice.model.layers[1] = twice.model.layers[0]
+    with pytest.raises(lookahead.UnsupportedModelError):
+        lookahead.wrap(twice, CONFIG)
+    changed = lookahead.wrap(tiny_model("llama"), CONFIG)
+    plain = copy.deepcopy(lookahead.unwrap(copy.deepcopy(changed)))
+    for model in (changed, plain):
+        model.model.layers[1] = model.model.layers[0]
+    assert text_of(changed) == text_of(plain)
+
+
 @pytest.mark.parametrize("part", [lambda model: model, lambda model: model.model.layers[0].self_attn])
 def test_a_compiled_model_is_tried_itself(part, kept):
     """What is compiled cannot tell that a pass is ours, so it does not look up our attention."""
