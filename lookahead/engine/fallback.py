@@ -107,6 +107,8 @@ def why_plain(
     embeds = model_kwargs.get("inputs_embeds")
     if embeds is not None and generation.prefill_chunk_size:  # generate() reads all of them again for each portion
         return "with inputs_embeds and prefill_chunk_size"
+    if has_no_cache and generation.prefill_chunk_size:  # generate() refuses it
+        return "with use_cache=False and prefill_chunk_size"
     cache, mask = cache_passed_in(model_kwargs), model_kwargs.get("attention_mask")
     held, new = positions_in(cache), (ids if embeds is None else embeds).shape[1]
     if compat.is_callers_own(cache) and not (adapter.counts_positions or isinstance(cache, CountedCache)):

@@ -190,6 +190,21 @@ def test_caches_that_are_handed_out_can_be_cropped_and_copied():
     assert cache.layers[0].keys.shape[:3] == (2, cache.layers[0].keys.shape[1], ids.shape[1] + 19)
 
 
+def test_a_sliding_layer_says_of_itself_what_transformers_says():
+    """A cache is taken apart and made again by it, as when it goes from process to process."""
+    model = tiny_model("gemma3_text")
+    ids, options = random_prompt(random.Random(3), 20), {"max_new_tokens": 12, "do_sample": False}
+    caches = []
+    for change in (lookahead.unwrap, lookahead.wrap):
+        cache = DynamicCache(config=change(model).config)
+        model.generate(ids, past_key_values=cache, **options)
+        caches.append(cache)
+    again = [DynamicCache(list(cache)) for cache in caches]
+    assert [type(layer) for layer in again[0].layers] == [type(layer) for layer in again[1].layers]
+    if hasattr(caches[0], "get_max_length"):  # not in older versions
+        assert caches[0].get_max_length() == caches[1].get_max_length()
+
+
 def test_a_cache_of_states_alone_goes_to_the_model():
     model = tiny_model("mamba2")
     ids = random_prompt(random.Random(8))
