@@ -17,7 +17,7 @@ from lookahead.models.state import state_of
 from lookahead.models.training import random_part, unknown_part
 from lookahead.passes import probe
 from lookahead.passes.capabilities import once
-from lookahead.passes.rounding import relative_error
+from lookahead.passes.rounding import relative_error, row_errors
 
 
 def hides_padding(model: PreTrainedModel, adapter: ModelAdapter) -> bool:
@@ -109,7 +109,8 @@ def _try_loop(model: PreTrainedModel, adapter: ModelAdapter, generation: Generat
         expected += [probe.plain_logits(model, adapter, text[:, i : i + 1], plain, i)[0] for i in range(7, 11)]
         noise = probe.batch_errors(model, adapter, text.repeat(2, 1)).max().item()
     rounding = probe.tolerance_of(model, max(noise, adapter.row_dependence))
-    return relative_error(torch.cat(written.logits), torch.cat(expected)) <= rounding
+    errors = row_errors(torch.cat(written.logits), torch.cat(expected)).nan_to_num(torch.inf)
+    return probe.typical(model, errors) <= rounding
 
 
 def _try_in_training(model: PreTrainedModel, adapter: ModelAdapter) -> str | None:
