@@ -96,12 +96,19 @@ def why_plain(
             return "with use_cache=False, on a cache"  # to which each pass adds the whole text anew
         if has_no_cache and not conditions.same_without_cache(model, adapter):
             return "a model that writes another text with use_cache=False"
+    if (users := state_of(model).users) is not None and users.prepares is not None:
+        from lookahead.passes import conditions
+
+        if not conditions.loop_gives_usual_inputs(model, adapter, generation):
+            return f"a model that gives its passes other inputs than the usual ({users.prepares})"
     if len(ids) > 1 and not can_batch(model, adapter):
         why = "steps take one sequence" if adapter.can_branch else "guesses are single chains"
         return f"batches of a model whose {why}"
     embeds = model_kwargs.get("inputs_embeds")
     if embeds is not None and generation.prefill_chunk_size:  # generate() reads all of them again for each portion
         return "with inputs_embeds and prefill_chunk_size"
+    if has_no_cache and generation.prefill_chunk_size:  # generate() refuses it
+        return "with use_cache=False and prefill_chunk_size"
     cache, mask = cache_passed_in(model_kwargs), model_kwargs.get("attention_mask")
     held, new = positions_in(cache), (ids if embeds is None else embeds).shape[1]
     if compat.is_callers_own(cache) and not (adapter.counts_positions or isinstance(cache, CountedCache)):
@@ -131,9 +138,9 @@ def why_plain(
     # generate() makes a row of positions for each row of the mask, even if it drops the mask.
     if positions is not None and positions.ndim == 2 and len(positions) not in (1, len(ids)):
         return "with position_ids, or an attention_mask, for another number of sequences than the prompt has"
-    if not _are_usual(positions, mask, held):
-        return "with position_ids other than the usual"
     length = (0 if is_full else held) + new  # of the prompt
+    if positions is not None and not _are_usual(positions, mask, held, length, generation.prefill_chunk_size):
+        return "with position_ids other than the usual"
     stop = length + generation.max_length - ids.shape[1]
     if _counts_rows(adapter.config, stop) and (ids.device.type != "cpu" or (mask is not None and not mask.all())):
         return "with padding, or on a GPU, at positions where the model scales queries by their row in a pass"
@@ -171,23 +178,23 @@ def _counts_rows(config: PreTrainedConfig, stop: int) -> bool:
     return getattr(config, "attn_temperature_tuning", False) and stop + MAX_ROWS > config.floor_scale
 
 
-def _are_usual(positions: torch.Tensor | None, mask: torch.Tensor | None, held: int) -> bool:
-    """Whether ``position_ids`` count the visible tokens of the prompt, or of its part that is not cached."""
-    if positions is None or positions.numel() == 0:
-        return True
+def _are_usual(positions: torch.Tensor, mask: torch.Tensor | None, held: int, length: int, portion: int | None) -> bool:
+    """Whether ``position_ids`` count the visible tokens of the prompt.
+
+    The first pass reads the last columns: one for each token that is not cached. If it reads the prompt in portions, it
+    counts columns from the first on. Each later token has the position after the last one.
+    held: positions that are cached. length: of the prompt, with these. portion: `prefill_chunk_size`.
+    """
     if positions.ndim == 3:  # of time, height and width, which only images tell apart
-        return all(_are_usual(one, mask, held) for one in positions)
-    if mask is None:
-        count = positions.shape[-1]
-        return any(
-            torch.equal(positions, torch.arange(start, start + count, device=positions.device).expand_as(positions))
-            for start in (0, held)
-        )
-    if positions.ndim != 2 or positions.shape[-1] > mask.shape[-1]:
+        return all(_are_usual(one, mask, held, length, portion) for one in positions)
+    count = length - held
+    if positions.ndim != 2 or positions.shape[1] < count or (portion and positions.shape[1] != length):
         return False
-    seen = mask.to(positions.device).bool()[:, -positions.shape[-1] :]
-    usual = (mask.to(positions.device).long().cumsum(-1) - 1)[:, -positions.shape[-1] :]
-    return torch.equal(positions[seen], usual[seen])
+    read = positions[:, -count:]
+    if mask is None:
+        return torch.equal(read, torch.arange(held, length, device=read.device).expand_as(read))
+    seen, usual = (x.to(read.device)[:, -count:] for x in (mask.bool(), mask.long().cumsum(-1) - 1))
+    return mask.shape[1] == length and torch.equal(read.expand_as(seen)[seen], usual[seen])
 
 
 def _switches_rope(model: PreTrainedModel, batch: int, prompt: int, stop: int) -> bool:

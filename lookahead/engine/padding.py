@@ -4,7 +4,10 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from lookahead.models.adapter import ModelAdapter
-from lookahead.passes.conditions import hides_padding
+from lookahead.models.state import state_of
+from lookahead.passes.conditions import hides_padding, loop_gives_usual_inputs
+
+COLUMNS = 3  # of padding, in the trial
 
 
 def why_plain(
@@ -21,6 +24,9 @@ def why_plain(
         return "with an attention_mask that masks more than left padding"
     if held or (adapter.has_state and not hides_padding(model, adapter)):
         return "with padding, on a cache or in a model whose states include padding"
+    goes_by_columns = state_of(model).users is not None or not adapter.takes_position_ids
+    if goes_by_columns and not loop_gives_usual_inputs(model, adapter, generation, COLUMNS):
+        return "with padding, which changes the text of this model"
     parts = model.get_decoder().modules()  # others read images, which may see all of themselves
     if any(getattr(part, "is_causal", True) is False for part in parts):
         return "with padding, in a model whose attention is set to see later tokens"  # it does so without a mask

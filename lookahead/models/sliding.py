@@ -1,6 +1,7 @@
 """The cache of a layer that attends to a sliding window."""
 
 import numpy as np
+import torch
 
 from lookahead.models import cache
 from lookahead.models.cache import InPlaceLayer
@@ -14,6 +15,13 @@ class SlidingLayer(InPlaceLayer):
     def __init__(self, sliding_window: int):
         self.sliding_window = sliding_window
         super().__init__(min(2 * sliding_window, cache.FIRST_CAPACITY))
+
+    @property  # by it, a cache that is taken apart says which layers slide, as in ``DynamicCache(list(cache))``
+    def _sliding_window_tensor(self) -> torch.Tensor:
+        return torch.tensor(self.sliding_window, device=self.device if self.is_initialized else "cpu")
+
+    def get_max_length(self) -> int:
+        return self.sliding_window
 
     def seen(self) -> int:
         return self.columns - max(int(self.held.min()) - self._most_seen(), 0)

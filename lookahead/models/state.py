@@ -114,7 +114,13 @@ class State:
         )
         changing = {*origin.written, "training"}  # the probe runs in eval mode
         attributes = [_attributes(module, changing) for module in modules]
-        self.text = repr((list(map(_name, self._classes)), kinds, self._settings, attributes))
+        numbers = {id(module): i for i, module in enumerate(modules)}
+        # Each module is listed once, wherever the model has it. So it is said what is where.
+        places = [
+            [(name, numbers[id(part)]) for name, part in parts.items() if part is not None]
+            for _, (parts, *_), _ in found
+        ]
+        self.text = repr((list(map(_name, self._classes)), places, kinds, self._settings, attributes))
         """The whole state, if `is_known`, in words that are equal in another process."""
         self.key = (
             self.text,
@@ -186,11 +192,6 @@ def state_of(model: PreTrainedModel) -> State:
     if state is None or not state.is_current(model):
         state = _states.set(model, State(model, state))
     return state
-
-
-def forget(model: PreTrainedModel) -> None:
-    """Release the parts of a model."""
-    _states.pop(model)
 
 
 def _origin(of_modules: list[type], registered: list[tuple[str, str, Any]], before: State | None) -> Origin:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from lookahead.models.origin import OF_LOOP, Foreign, enclosed, function_of, is_defined, is_own
+from lookahead.models.origin import OF_LOOP, PREPARES, Foreign, enclosed, function_of, is_defined, is_own
 
 PASS_ON = ("accelerate", "bitsandbytes", "peft", "torchao")
 """Packages that wrap modules, and pass masks and positions on to them unchanged."""
@@ -39,6 +39,8 @@ class UsersCode:
         """Foreign code that gets masks."""
         self.may_go_by_place = bool(hooks) or any(one.package not in PASS_ON for one in foreign)
         """Whether some of it may treat a row by its place in the pass."""
+        self.prepares = next((str(one) for one in foreign if one.name in PREPARES), None)
+        """Code that chooses what the passes of generate() are given, in a model of users; None if there is none."""
 
     def is_current(self) -> bool:
         """Whether the values that it depends on have not changed."""
@@ -46,7 +48,7 @@ class UsersCode:
 
     def why_no_trees(self) -> str | None:
         """Why the model must make its own masks; None if it need not."""
-        return next((str(foreign) for foreign in self._foreign if "mask" in foreign.place.rsplit(".", 1)[-1]), None)
+        return next((str(foreign) for foreign in self._foreign if "mask" in foreign.name), None)
 
     def why_no_kernels(self) -> str | None:
         """Why linear layers are not those of torch; None if they are."""
@@ -58,7 +60,9 @@ class UsersCode:
         for foreign in self._foreign:
             bases = foreign.cls.__mro__ if foreign.cls else ()
             is_of_transformers = any(base.__module__.startswith("transformers.models.") for base in bases)
-            of_loop = foreign.place.rsplit(".", 1)[-1] in OF_LOOP and is_of_transformers  # not of a model of users
+            # What a model of users gives its passes is tried (`conditions.what_loop_changes`).
+            is_tried = foreign.name in PREPARES and not (is_of_transformers or foreign.is_of_object)
+            of_loop = foreign.name in OF_LOOP and not is_tried
             if of_loop or foreign.place.startswith(("transformers.cache_utils.", "transformers.generation.")):
                 return f"a model whose cache or loop was replaced ({foreign})"
         return next(
@@ -76,7 +80,7 @@ class UsersCode:
         It may change its behaviour at some number of keys, which passes over several tokens reach sooner.
         """
         own = self._own
-        name = foreign.place.rsplit(".", 1)[-1]
+        name = foreign.name
         if foreign.place.startswith("torch."):
             return name in _OF_KEYS
         if not (is_defined(own) or foreign.place.startswith("transformers.")) or isinstance(foreign.found, type):

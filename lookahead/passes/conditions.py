@@ -1,18 +1,23 @@
-"""Tests of a model's own passes under unusual conditions: training mode, no cache, or padding before layers that keep a
-state. Each test runs once for each state of the model.
+"""Tests of a model's own passes under unusual conditions: training mode, no cache, padding, or a loop of its own. Each
+test runs once for each state of the model.
 """
+
+from copy import copy
+from typing import Any
 
 import numpy as np
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation import MaxLengthCriteria
 
+from lookahead.compat import CACHE, forward_arguments, own_sampling_loop
 from lookahead.models.adapter import ModelAdapter, device_of, vocabulary_of
 from lookahead.models.families import has_page
 from lookahead.models.state import state_of
 from lookahead.models.training import random_part, unknown_part
 from lookahead.passes import probe
 from lookahead.passes.capabilities import once
-from lookahead.passes.rounding import relative_error
+from lookahead.passes.rounding import relative_error, row_errors
 
 
 def hides_padding(model: PreTrainedModel, adapter: ModelAdapter) -> bool:
@@ -21,6 +26,18 @@ def hides_padding(model: PreTrainedModel, adapter: ModelAdapter) -> bool:
     transformers masks it before a layer computes. A bias may bring it back.
     """
     return once(model, "padding", True, lambda: _try_padding(model, adapter))
+
+
+def loop_gives_usual_inputs(
+    model: PreTrainedModel, adapter: ModelAdapter, generation: GenerationConfig, padding: int = 0
+) -> bool:
+    """Whether the model's own loop gives the logits of passes over the tokens alone, at their usual positions.
+
+    A class may prepare the inputs of its passes in its own way. And a model that is given a mask, but no positions, may
+    count padding.
+    padding: columns to the left of the prompt.
+    """
+    return once(model, ("loop", padding), True, lambda: _try_loop(model, adapter, generation, padding))
 
 
 def same_without_cache(model: PreTrainedModel, adapter: ModelAdapter) -> bool:
@@ -56,6 +73,44 @@ def _try_without_cache(model: PreTrainedModel, adapter: ModelAdapter) -> bool:
         noise = probe.batch_errors(model, adapter, tokens.repeat(2, 1)).max().item()
     rounding = probe.tolerance_of(model, max(noise, adapter.row_dependence))
     return relative_error(torch.cat(at_once), torch.cat(cached)) <= rounding
+
+
+def _try_loop(model: PreTrainedModel, adapter: ModelAdapter, generation: GenerationConfig, padding: int) -> bool:
+    """`loop_gives_usual_inputs`, tried with a prompt of 7 tokens and 5 more.
+
+    generation: of any call. Its tensors of special tokens are those that the loop needs.
+    """
+    tokens = torch.from_numpy(np.random.default_rng(0).integers(0, vocabulary_of(model), (1, padding + 7)))
+    device, arguments = device_of(model), forward_arguments(model)
+    settings = copy(generation)
+    settings.do_sample, settings.return_dict_in_generate, settings.output_logits = False, True, True
+    settings.output_scores = settings.output_attentions = settings.output_hidden_states = False
+    settings.prefill_chunk_size = None
+    mask = (torch.arange(tokens.shape[1], device=device) >= padding).long()[None]
+    inputs: dict[str, Any] = {CACHE: DynamicCache(config=adapter.config), "use_cache": True}
+    inputs["attention_mask"] = mask if padding else None
+    if adapter.takes_position_ids:  # as generate() makes them
+        inputs["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
+    if "logits_to_keep" in arguments:
+        inputs["logits_to_keep"] = 1
+    ends = StoppingCriteriaList([MaxLengthCriteria(tokens.shape[1] + 5)])
+    with probe.as_in_generate(model):
+        try:
+            written = own_sampling_loop(model)(
+                model, tokens.to(device), logits_processor=LogitsProcessorList(), stopping_criteria=ends,
+                generation_config=settings, **inputs,
+            )  # fmt: skip
+        except (torch.OutOfMemoryError, MemoryError):
+            raise
+        except Exception:  # the model's own decoding will raise it, too
+            return False
+        text, plain = written.sequences[:, padding:], DynamicCache(config=adapter.config)
+        expected = [probe.plain_logits(model, adapter, text[:, :7], plain)[0, -1:]]
+        expected += [probe.plain_logits(model, adapter, text[:, i : i + 1], plain, i)[0] for i in range(7, 11)]
+        noise = probe.batch_errors(model, adapter, text.repeat(2, 1)).max().item()
+    rounding = probe.tolerance_of(model, max(noise, adapter.row_dependence))
+    errors = row_errors(torch.cat(written.logits), torch.cat(expected)).nan_to_num(torch.inf)
+    return probe.typical(model, errors) <= rounding
 
 
 def _try_in_training(model: PreTrainedModel, adapter: ModelAdapter) -> str | None:

@@ -69,7 +69,7 @@ def row_dependence(
     largest = max(tolerance_of(model), _LARGEST_ROUNDING)
     try:
         errors = _trial(model, adapter, 1, {} if trials is None else trials).errors
-        if _typical(model, errors) <= largest:
+        if typical(model, errors) <= largest:
             return 0.0
     except (torch.OutOfMemoryError, MemoryError):
         raise
@@ -95,13 +95,13 @@ def row_dependence(
             raise
         except Exception:  # a model that takes no batches, or that the probe will refuse
             return 0.0
-        found.append(max(_typical(model, part) for part in apart))
+        found.append(max(typical(model, part) for part in apart))
         if not found[-1] > largest:
             return 0.0
     return max(found)
 
 
-def _typical(model: PreTrainedModel, errors: torch.Tensor) -> float:
+def typical(model: PreTrainedModel, errors: torch.Tensor) -> float:
     """The error of rows that must not be more than rounding: the largest; in half precision, the median."""
     return (errors.median() if is_half(model.dtype) else errors.max()).item()
 

@@ -266,6 +266,15 @@ def test_settings_that_change_what_a_model_reads_are_left_to_it(what):
     assert what in model.lookahead.last.plain
 
 
+def test_chunks_without_a_cache_are_refused_as_plain_decoding_refuses_them():
+    model = lookahead.wrap(tiny_model("llama"), CONFIG)
+    with (
+        pytest.warns(UserWarning, match="use_cache=False and prefill"),
+        pytest.raises(ValueError, match="without a cache"),
+    ):
+        model.generate(IDS, use_cache=False, prefill_chunk_size=2, **GREEDY)
+
+
 def test_texts_that_go_in_step_are_sampled_from_their_seeds():
     """Each of several that are submitted together, whatever draws meanwhile."""
     model = tiny_model("llama")

@@ -51,6 +51,35 @@ def test_conversation_on_one_cache(model_type, full_ids):
         lookahead.unwrap(model)
 
 
+def test_positions_that_a_caller_gives():
+    """The first pass reads the last of them, and each token after the prompt has the next position."""
+    model = tiny_model("gpt2", seed=3)
+    with torch.no_grad():
+        for weights in model.parameters():
+            weights.mul_(4.0 if weights.ndim > 1 else 1.0)  # so that texts depend on positions
+    ids, held, options = torch.arange(5, 17)[None] * 5, 7, {"max_new_tokens": 8, "do_sample": False}
+    usual = torch.arange(12)[None]
+    given = {
+        "all": (usual, True), "new": (usual[:, held:], True), "from 0": (usual[:, :-held], False),
+        "more": (torch.arange(14)[None], False), "one": (usual[:, -1:], False), "later": (usual + 1, False),
+        "right where read": (torch.cat([usual[:, :held] + 50, usual[:, held:]], dim=1), True),
+    }  # fmt: skip
+
+    def text(model, positions, full_ids):
+        cache = DynamicCache(config=model.config)
+        model.generate(ids[:, :held], past_key_values=cache, max_new_tokens=1)
+        new, mask = ids if full_ids else ids[:, held:], torch.ones_like(ids)
+        inputs = {"attention_mask": mask, "position_ids": positions, "past_key_values": cache}
+        return model.generate(new, **inputs, **options)[:, new.shape[1] :].tolist()
+
+    plain = deepcopy(model)
+    lookahead.wrap(model)
+    for what, (positions, is_usual) in given.items():
+        for full_ids in (True, False):
+            assert text(model, positions, full_ids) == text(plain, positions, full_ids), what
+            assert bool(model.lookahead.last.plain) != is_usual, what
+
+
 @pytest.mark.parametrize("model_type", ["llama", "gemma2", "llama4_text", "lfm2"])
 def test_plain_and_lookahead_take_turns(model_type):
     """Either continues on what the other left, dynamic layers or ours."""
@@ -159,6 +188,21 @@ def test_caches_that_are_handed_out_can_be_cropped_and_copied():
     cache.batch_select_indices(torch.tensor([0, 2]))
     cache.reorder_cache(torch.tensor([1, 0]))
     assert cache.layers[0].keys.shape[:3] == (2, cache.layers[0].keys.shape[1], ids.shape[1] + 19)
+
+
+def test_a_sliding_layer_says_of_itself_what_transformers_says():
+    """A cache is taken apart and made again by it, as when it goes from process to process."""
+    model = tiny_model("gemma3_text")
+    ids, options = random_prompt(random.Random(3), 20), {"max_new_tokens": 12, "do_sample": False}
+    caches = []
+    for change in (lookahead.unwrap, lookahead.wrap):
+        cache = DynamicCache(config=change(model).config)
+        model.generate(ids, past_key_values=cache, **options)
+        caches.append(cache)
+    again = [DynamicCache(list(cache)) for cache in caches]
+    assert [type(layer) for layer in again[0].layers] == [type(layer) for layer in again[1].layers]
+    if hasattr(caches[0], "get_max_length"):  # not in older versions
+        assert caches[0].get_max_length() == caches[1].get_max_length()
 
 
 def test_a_cache_of_states_alone_goes_to_the_model():
