@@ -18,11 +18,12 @@ namespace gemm {
 
 // A register tile of M rows by O outputs takes M * O registers for sums, O for weights and one for the input. MR is the
 // largest M. With 16 registers it is the last with two outputs, 6 * 2 + 2 + 1 = 15; with 32, 12 * 2 + 2 + 1 = 27, which leaves
-// five to unpack weights in.
+// five to unpack weights in. MR_OF_SEVERAL is the M of input that needs several tiles, where nothing is unpacked: 8 * 3 sums take
+// 11 loads, where 12 * 2 take 14.
 #ifdef __AVX512F__
-constexpr int REGISTERS = 32, MR = 12;
+constexpr int REGISTERS = 32, MR = 12, MR_OF_SEVERAL = 8;
 #else
-constexpr int REGISTERS = 16, MR = 6;
+constexpr int REGISTERS = 16, MR = 6, MR_OF_SEVERAL = 6;
 #endif
 constexpr int NR = 4;  // outputs of a tile, at most: 4 FMAs of 4 cycles take a vector of weights a cycle, more than memory gives
 constexpr long AHEAD = 12 * 1024;     // bytes between weights in use and prefetched ones, by trial; 100 ns * 20 GB/s are 2,000
@@ -53,9 +54,13 @@ static INLINE Floats horizontal_sums(const Floats* v) {
                             std::make_integer_sequence<int, L>());
 }
 
-// How far on the weights stand that a tile is to prefetch.
+// The prefetching of a tile. While it reads weights at `from`, those at `to` are prefetched, and so on from there, at the
+// speed of reading or at half of it.
 struct Ahead {
-    long outputs, inputs;
+    const char *from, *to;
+    int halvings = 0;
+
+    INLINE const char* of(const void* at) const { return to + (((const char*)at - from) >> halvings); }
 };
 
 // Add to partial[m][o] the products of row m of x with the weights of output first + o, from input `begin` to `end`.
@@ -80,7 +85,7 @@ static INLINE void microkernel(const typename By::Prepared* x, const Matrix<type
                     w[o][0] = By::factors((const Grouped*)at, scales[o * groups + g]);
                 else
                     w[o][0] = By::factors((const Weight*)at);
-                __builtin_prefetch(row + ahead.outputs * bytes + bytes_of_row<Weight>(i + ahead.inputs), 0, 1);
+                __builtin_prefetch(ahead.of(at), 0, 1);
             }
             UNROLL for (int m = 0; m < M; m++) By::template add<O>(partial + m * O, x + m * inputs + i, w, 0);
         }
@@ -97,7 +102,7 @@ static INLINE void gguf_microkernel(const typename By::Prepared* x, const uint8_
         typename Block::Scales scales[O];
         UNROLL for (int o = 0; o < O; o++) {
             scales[o] = Block::read(at + o * bytes);
-            const uint8_t* const then = at + (o + ahead.outputs) * bytes + bytes_of_row<Block>(ahead.inputs);
+            const char* const then = ahead.of(at + o * bytes);
             for (long i = 0; i < Block::BYTES; i += LINE) __builtin_prefetch(then + i, 0, 1);
         }
         for (long i = 0; i < Block::SIZE; i += By::STRIDE) {
@@ -129,23 +134,27 @@ static INLINE long k_block_of(long inputs, long group) {
     return ((inputs + parts - 1) / parts + unit - 1) / unit * unit;
 }
 
-// Compute outputs begin..end-1 of M rows, O at a time.
+// Compute outputs begin..end-1 of M rows, O at a time. then: prefetch from here on half as many bytes as are read. If null,
+// prefetch what is read next.
 template <class By, class Weight, int M, int O>
 static INLINE void multiply_tile(const typename By::Prepared* x, const Matrix<typename By::Number>& matrix, long row,
-                                 long inputs, long begin, long end) {
+                                 long inputs, long begin, long end, const char* then) {
     constexpr int N = M * O;
     const long k_block = k_block_of<By, Weight, M>(inputs, matrix.group);
     const long outputs = k_block < inputs ? MAX_SPILLED / O * O : O;  // that go through a K block together
     const long bytes = bytes_of_row<Weight>(inputs);
+    const long far = std::max<long>(O, (AHEAD + bytes - 1) / bytes);  // outputs; with fewer, some would never be prefetched
+    const char* const start = (const char*)matrix.template row<Weight>(begin, inputs);
     Floats spilled[MAX_SPILLED / O][N];
     long first = begin;
     while (first + O <= end) {
         const long last = std::min(first + outputs, end) - O;
         for (long from = 0; from < inputs; from += k_block) {
             const long to = std::min(from + k_block, inputs);
-            const Ahead ahead = k_block >= inputs ? Ahead{(AHEAD + bytes - 1) / bytes, 0}  // a single K block
-                                : to < inputs     ? Ahead{0, k_block}
-                                                  : Ahead{outputs, -from};
+            const long distance = k_block >= inputs ? far * bytes  // a single K block
+                                  : to < inputs     ? bytes_of_row<Weight>(k_block)
+                                                    : outputs * bytes - bytes_of_row<Weight>(from);
+            const Ahead ahead = then ? Ahead{start, then, 1} : Ahead{start, start + distance};
             for (long o = first; o <= last; o += O) {
                 Floats partial[N] = {};
                 Floats* const before = spilled[(o - first) / O];
@@ -164,19 +173,19 @@ static INLINE void multiply_tile(const typename By::Prepared* x, const Matrix<ty
         first += (last - first) / O * O + O;
     }
     if constexpr (O > 1)
-        if (first < end) multiply_tile<By, Weight, M, 1>(x, matrix, row, inputs, first, end);
+        if (first < end) multiply_tile<By, Weight, M, 1>(x, matrix, row, inputs, first, end, then);
 }
 
 // The same for a number of rows that is known only at run time, with as many outputs as the registers leave room for.
 template <class By, class Weight, int M = MR>
 static void multiply_tile_of(int rows, const typename By::Prepared* x, const Matrix<typename By::Number>& matrix, long row,
-                          long inputs, long begin, long end) {
+                          long inputs, long begin, long end, const char* then) {
     if constexpr (M > 0) {
         constexpr int fitting = (REGISTERS - 2) / (M + 1), O = fitting < NR ? fitting : NR;
         if (rows == M)
-            multiply_tile<By, Weight, M, O>(x, matrix, row, inputs, begin, end);
+            multiply_tile<By, Weight, M, O>(x, matrix, row, inputs, begin, end, then);
         else
-            multiply_tile_of<By, Weight, M - 1>(rows, x, matrix, row, inputs, begin, end);
+            multiply_tile_of<By, Weight, M - 1>(rows, x, matrix, row, inputs, begin, end, then);
     }
 }
 
@@ -199,7 +208,7 @@ struct Input {
 #ifdef HAS_AMX
         if (takes_tiles(matrix, inputs)) return matrix.format == INDEXED ? IN_LINES : IN_COLUMNS;
 #endif
-        return rows < LEAST_ROWS<By> && matrix.format != INDEXED ? IN_ROWS : IN_LANES;
+        return rows < least_rows<By>(matrix.format) && matrix.format != INDEXED ? IN_ROWS : IN_LANES;
     }
 
     // Vector v of a row as it is multiplied.
@@ -255,7 +264,8 @@ static void multiply_by_vectors(const Input<By>& x, const Matrix<typename By::Nu
                                 const void* next) {
     typedef typename By::Number T;
     const long fitting = L1_INPUT / (x.inputs * (long)sizeof(typename By::Prepared));
-    const long most = 2 * fitting < MR ? MR : std::min<long>(fitting, MR);  // smaller tiles spare the spills
+    const long alone = 2 * fitting < MR ? MR : std::min<long>(fitting, MR);  // smaller tiles spare the spills
+    const long most = x.rows > MR && matrix.format == FLOATS ? MR_OF_SEVERAL : alone;
     const long tiles = (x.rows + most - 1) / most, rows_of_tile = (x.rows + tiles - 1) / tiles;
     by_weight<T>(matrix.format, [&](auto weight) {
         typedef decltype(weight) Named;
@@ -270,9 +280,14 @@ static void multiply_by_vectors(const Input<By>& x, const Matrix<typename By::Nu
         if (x.forms & Input<By>::IN_LANES)
             multiply_by_panels<By, Weight>(x.lanes(), x.tiles, matrix, x.inputs, begin, end, next, x.panel);
         else
-            for (long row = 0; row < x.rows; row += rows_of_tile)
+            // Each but the first tile finds the weights in L2. So memory would rest, if the first two did not prefetch a half
+            // each of the next weights.
+            for (long row = 0; row < x.rows; row += rows_of_tile) {
+                const long half = (end - begin) * bytes_of_row<OfRows>(x.inputs) / 2;
+                const char* const then = tiles > 1 && next ? (const char*)next + (row ? half : 0) : nullptr;
                 multiply_tile_of<By, OfRows>(std::min(rows_of_tile, x.rows - row), x.row(row), matrix, row, x.inputs, begin,
-                                             end);
+                                             end, then);
+            }
     });
 }
 

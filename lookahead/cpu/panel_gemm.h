@@ -23,9 +23,13 @@ constexpr int PANEL_ROWS = 12, PANEL_VECTORS = 2, LEVELS = 4;
 constexpr int PANEL_ROWS = 6, PANEL_VECTORS = 2, LEVELS = 3;
 #endif
 constexpr long PANEL_OUTPUTS = PANEL_VECTORS * L;
-// For fewer rows, packing takes longer than it earns, by trial. With 32 registers, tiles of floats are nearly as fast.
+// For fewer rows, packing takes longer than it earns, by trial. With 32 registers, tiles of rows (gemm.h) are nearly as
+// fast as panels where weights need no unpacking, or the input is floats.
 template <class By>
-constexpr long LEAST_ROWS = L == 16 && sizeof(typename By::Prepared) == 4 ? 32 : 16;
+static long least_rows(Format format) {
+    if (L < 16) return 16;
+    return format == FLOATS ? 48 : sizeof(typename By::Prepared) == 4 ? 32 : 16;
+}
 static_assert(1 << LEVELS == L && PANEL_ROWS <= L);
 // Tiles each of which unpacks lines of weights for itself: for more, they are unpacked to memory first. With 32 registers,
 // the unpacking is hidden behind the products of a tile.
