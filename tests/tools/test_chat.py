@@ -434,7 +434,7 @@ def test_bad_input_is_named(tmp_path):
     for arguments, words in (
         (["--model", str(DEMO_MODEL)], "has no chat template: give --chat-template FILE"),
         (["--chat-template", str(file)], f"the chat template {file} cannot render"),
-        (["--chat-template", os.devnull], "renders nothing"),
+        (["--chat-template", os.devnull], "its result is empty"),
         (["--chat-template", "no/such/file"], "no/such/file"),
         (["--pool", __file__, "--strategy", "plain"], "--pool"),
         (["--model", "no/such/model"], "no/such/model"),
