@@ -289,7 +289,7 @@ def find_skipped_layers(
     began = time.perf_counter()
     samples = [sample for prompt in prompts if (sample := _Sample.after(prompt, runner)) is not None]
     if not samples:
-        raise ValueError(f"after these prompts, {type(model).__name__} writes fewer than {CHUNK} tokens: give other prompts")
+        raise ValueError(f"after these prompts, {type(model).__name__} writes fewer than {CHUNK} tokens: give others")
     costs = step_costs(runner)
     each = seconds / (8 * count)  # for timing a pass
 

@@ -464,7 +464,7 @@ def test_a_merge_that_is_refused_names_the_file_and_changes_nothing(tmp_path):
         assert message in result.output
         assert (tmp_path / "ours").read_bytes() == before
     result = pool("merge", ours, ours, "--since", foreign, "--out", ours)
-    assert f"{foreign} is of another vocabulary" in result.output
+    assert f"{foreign} has another vocabulary" in result.output
 
 
 @pytest.mark.parametrize(
