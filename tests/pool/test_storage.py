@@ -153,7 +153,7 @@ def test_files_that_would_lead_the_loops_astray_are_refused(saved, damage):
     header, arrays = storage.read(saved)
     damage(header, arrays)
     storage.write(saved, header, arrays)
-    with pytest.raises(PoolFileError, match="not a sound pool"):
+    with pytest.raises(PoolFileError, match="not a valid pool"):
         NgramPool.load(saved)
 
 

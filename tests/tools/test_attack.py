@@ -48,6 +48,6 @@ def test_watched():
 
     watched("nothing", 10, lambda: None)
     for leak in (lambda: os.open("/dev/null", os.O_RDONLY), memory, thread):
-        with pytest.raises(click.ClickException, match="leave something behind"):
+        with pytest.raises(click.ClickException, match="leak memory"):
             watched("leaks", 10, lambda leak=leak: left.append(leak()))
     over.set()
