@@ -8,8 +8,7 @@ states are restored; these times do not include that.
 """
 
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
@@ -21,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 import lookahead
 from bench import cli
 from bench.pages import command_line, heading, show_results, table
+from bench.timing import waited
 from bench.tiny_models import random_model, tiny_config
 from lookahead import LookaheadConfig
 from lookahead.cpu import products
@@ -109,7 +109,8 @@ def time_rows(model: PreTrainedModel, name: str, seconds: float) -> dict:
     """Return the milliseconds of passes with our kernels, and of reading all weights once."""
     weights = [p for p in model.parameters() if p is not model.get_input_embeddings().weight]
     weights.append(model.get_output_embeddings().weight)
-    reading = min(_seconds(lambda: [w.detach().flatten().view(torch.int16).max() for w in weights]) for _ in range(3))
+    read = lambda: [weight.detach().flatten().view(torch.int16).max() for weight in weights]  # noqa: E731
+    reading = min(waited(read, model.device) for _ in range(3))
     row: dict = {"shape": name, "reading": reading * 1e3}
     products.install(model)
     with chains_alone(model):
@@ -123,12 +124,6 @@ def time_rows(model: PreTrainedModel, name: str, seconds: float) -> dict:
         times = time_passes(runner, [(rows, 0) for rows in ROWS], seconds)
         row |= {f"{way}, {rows}": times[rows, 0] * 1e3 for rows in ROWS}
     return row
-
-
-def _seconds(run: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    run()
-    return time.perf_counter() - began
 
 
 @click.command(help=__doc__)
