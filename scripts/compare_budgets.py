@@ -116,8 +116,7 @@ def page(where: dict, results: list[dict]) -> str:
 @cli.dtype
 @cli.temperatures
 @cli.new_tokens
-@click.option("--guesses", default="4,16,64,auto", type=cli.ListOf(cli.WholeOr("auto", least=1)), show_default=True,
-              help="In each step. One or several numbers, or auto.")  # fmt: skip
+@cli.guesses("4,16,64,auto")
 @click.option("--at-once", type=cli.COUNT, default=8, show_default=True, help="Texts that share passes.")
 @click.option("--out", type=cli.OUT, required=True, help="Write OUT.md and OUT.json.")
 def main(model_name, prompts_file, limit, dtype, temperatures, max_new_tokens, guesses, at_once, out) -> None:

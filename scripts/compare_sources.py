@@ -194,8 +194,7 @@ def page(where: dict, results: list[dict]) -> str:
 @cli.dtype
 @cli.temperatures
 @cli.new_tokens
-@click.option("--guesses", default="16", type=cli.ListOf(cli.WholeOr("auto", least=1)), show_default=True,
-              help="In each step. One or several numbers, or auto.")  # fmt: skip
+@cli.guesses("16")
 @click.option("--out", type=cli.OUT, required=True, help="Write OUT.md and OUT.json.")
 def main(
     model_name, heads, draft, files, layer_skip, mtp, published, prompts_file, limit, per_category, dtype, temperatures,
