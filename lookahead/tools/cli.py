@@ -279,7 +279,7 @@ def serve(host: str, port: int, **options: Any) -> None:
 @click.option("--assistant", metavar="NAME_OR_PATH", help="Draft model: also audit transformers' assisted decoding.")
 @click.option("--json", "out", type=FileToWrite(), metavar="FILE", help="Write all measurements.")
 def audit(**options: Any) -> None:
-    """List where lookahead's texts differ from plain decoding's, and whether rounding explains the difference.
+    """List where lookahead's texts differ from plain decoding's. The list says whether rounding explains it.
 
     The exit status is 1 if a difference is not a near tie; see docs/numerics.md.
     """
@@ -310,7 +310,7 @@ def tune(**options: Any) -> None:
 
 @main.group()
 def pool() -> None:
-    """Build, merge and show pools of n-grams, which learn from code, past answers and other pools."""
+    """Build, merge and show pools of n-grams. They learn from code, past answers and other pools."""
 
 
 pool_files = click.argument("files", nargs=-1, required=True, type=FILE)
@@ -355,5 +355,5 @@ def merge(**options: Any) -> None:
 @tokenizer_option
 @click.option("--top", type=click.IntRange(min=0), default=10, show_default=True, help="Contexts to list.")
 def show(**options: Any) -> None:
-    """Show a pool's size, fill, origins of evidence, and the contexts whose next token is surest."""
+    """Show what a pool holds. That is size, fill, origins of evidence, and the contexts whose next token is surest."""
     _run("pool_commands", "show", options)

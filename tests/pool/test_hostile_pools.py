@@ -360,7 +360,7 @@ def test_fields_that_would_do_harm(content, tmp_path, change):
     ],
 )
 def test_entries_that_would_do_harm(content, tmp_path, name, used, value, flaw):
-    """Each is refused for what is wrong with it; a few entries suffice."""
+    """Each is refused for its own fault; a few entries suffice."""
     header, arrays = parts(content)
     for column in ("keys", "counts"):
         arrays[column][:WAYS] = 0  # the pool is full

@@ -1,4 +1,4 @@
-"""Trained heads as sources of guesses: files in each published layout, what the heads say, and the text."""
+"""Trained heads as sources of guesses: files in each published layout, the heads' predictions, and the text."""
 
 import json
 import math
@@ -226,7 +226,7 @@ def plain_of(kind: str, model):
     return (PlainMedusa if "medusa" in kind else PlainEagle)(kind, model)
 
 
-# -- what the heads say -----------------------------------------------------------------------------------------------
+# -- predictions of the heads -----------------------------------------------------------------------------------------
 
 
 def spied(monkeypatch, source, seen: list):
@@ -415,7 +415,7 @@ def test_whatever_heads_say_the_text_is_plain(
 @pytest.mark.parametrize("kind", ["medusa", "eagle"])
 @pytest.mark.parametrize("model_type", ["gpt2", "gemma3_text", "llama4_text", "lfm2", "bloom"])
 def test_every_kind_of_cache(tmp_path, kind, model_type):
-    """Also of models that verify single chains alone, or compute the accepted guesses anew."""
+    """Also of models that verify only single chains, or compute accepted guesses again."""
     model = tiny_model(model_type)
     source = source_of(kind, model, tmp_path)
     stats = check_identical(model, [IDS], GREEDY, LookaheadConfig(budget=16), 0, source=[source, PoolSource()])

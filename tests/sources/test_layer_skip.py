@@ -56,7 +56,7 @@ def layers_of(model):
 
 @contextmanager
 def bypassed(model, skipped):
-    """Another way to leave layers out: they compute, and what they were given goes on in place of what they say."""
+    """Another way to skip layers: they compute, but pass on their input instead of their output."""
 
     def pass_on(module, args, kwargs, output):
         given = args[0] if args else kwargs["hidden_states"]

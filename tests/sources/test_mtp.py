@@ -1,4 +1,4 @@
-"""A checkpoint's multi-token-prediction layers as a source of guesses: files, what the layers say, and the text."""
+"""A checkpoint's multi-token-prediction layers as a source of guesses: files, predictions, and the text."""
 
 import json
 import math
@@ -181,7 +181,7 @@ class PlainLayers:
         return run_mtp_layer(self.layers, d, said, entering, positions, sees, None)
 
 
-# -- what the layers say ----------------------------------------------------------------------------------------------
+# -- predictions of the layers ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", MODELS)

@@ -38,7 +38,7 @@ def test_watched():
     left, over = [], threading.Event()
 
     def memory() -> mmap.mmap:
-        """Pages of its own: an allocator may hold enough from other tests."""
+        """New pages, because an allocator may hold enough from other tests."""
         pages = mmap.mmap(-1, 2**22)
         pages.write(bytes(2**22))
         return pages

@@ -1,4 +1,4 @@
-"""`lookahead chat`: answers are those of a model that reads the whole conversation anew, but it is not read anew."""
+"""`lookahead chat`: answers equal those of a model that computes the whole conversation, but only new tokens are."""
 
 import json
 import os
@@ -28,7 +28,7 @@ MARKED = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
-# As templates of reasoning models do, drops from past answers what the model wrote to itself, here the first half.
+# Like templates of reasoning models, drops a part of past answers, here the first half.
 FORGETTING = (
     "{% for m in messages %}{{ m.role }}: "
     "{% if m.role == 'assistant' %}{{ m.content[m.content | length // 2 :] }}{% else %}{{ m.content }}{% endif %}"

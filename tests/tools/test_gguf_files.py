@@ -57,7 +57,7 @@ def as_in_files(parameter, weight):
 
 
 def write(path, model, kinds, seed=0):
-    """Write a tiny model to a file: matrices in random blocks of these kinds in turn, all else as it is."""
+    """Write a tiny model to a file: matrices in random blocks of these kinds in turn, everything else unchanged."""
     config, random = model.config, np.random.default_rng(seed)
     architecture = ARCHITECTURES.get(config.model_type, config.model_type.removesuffix("_text"))
     writer = gguf.GGUFWriter(path, architecture)

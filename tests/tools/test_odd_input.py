@@ -1,4 +1,4 @@
-"""Whatever a command is given, it works or ends with a sentence that says what is wrong: no tracebacks."""
+"""For any input, a command works or ends with a sentence that says what is wrong, without a traceback."""
 
 import json
 import os
