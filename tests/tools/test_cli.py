@@ -582,7 +582,7 @@ def test_what_a_chat_needs_is_named(instruct, tmp_path):
         result = run(PROMPT, *options)
         assert result.exit_code == 2
         assert (
-            "the tokenizer of the packaged model has no chat template: leave --chat and --system out" in result.stderr
+            "the tokenizer of the packaged model has no chat template: leave out --chat and --system" in result.stderr
         )
         lines = run("--prompts", __file__, "--out", str(tmp_path / "x.jsonl"), *options)
         assert f"{options[0]} has no effect with --prompts" in lines.stderr
