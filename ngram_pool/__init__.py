@@ -1,4 +1,4 @@
-"""A table of fixed size that learns what follows a context, and grows trees of guesses. It needs no model, no torch."""
+"""A table of fixed size that learns what follows a context, and grows trees of guesses. Needs no model and no torch."""
 
 from ngram_pool.pool import NgramPool, contexts_of
 from ngram_pool.storage import PoolFileError

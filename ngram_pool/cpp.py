@@ -1,6 +1,6 @@
-"""A package's C++: what its libraries are built of, and the library of them for a kind of processor.
+"""A package's C++: its sources, and loading the library for a kind of processor.
 
-`setup.py`, which builds them, runs this too: standard library only.
+`setup.py`, which builds the libraries, runs this module, too. So it uses only the standard library.
 """
 
 import ctypes
@@ -13,7 +13,7 @@ def sources(package: Path) -> list[Path]:
 
 
 def digest(package: Path) -> str:
-    """A hash of all sources, so that no library is loaded that was built of others."""
+    """A hash of all sources. A library that was built from other sources is not loaded."""
     hashed = hashlib.sha256()
     for source in sources(package):
         hashed.update(hashlib.sha256(source.read_bytes()).digest())
@@ -21,9 +21,9 @@ def digest(package: Path) -> str:
 
 
 def load(package: Path, folder: Path, kind: str) -> ctypes.CDLL | str:
-    """Load the library for a kind of processor, or say why there is none: a line, then the compiler's output if any.
+    """Load the library for a kind of processor, or return why there is none: a line, then the compiler's output if any.
 
-    package: folder of the sources. folder: of the libraries.
+    package: folder of the sources. folder: that of the libraries.
     """
     library = folder / f"{kind}-{digest(package)}.so"
     try:

@@ -1,7 +1,7 @@
 """Locks that work in forked processes.
 
-A child begins with only the thread that forked. A lock that another thread held would never be released there, and the
-data behind it might be half written. So a fork first takes all locks, and the child gets new ones.
+A child has only the thread that forked. A lock that another thread held would never be released there, and its data
+might be half written. So a fork first takes all locks, and the child gets new ones.
 """
 
 import os
@@ -14,7 +14,7 @@ _locks: WeakSet["Lock"] = WeakSet()
 _held: list["Lock"] = []  # the locks that the current fork has taken
 
 
-class Lock(type(threading.RLock())):  # type: ignore[misc]  # a class of C, so that taking it runs no Python
+class Lock(type(threading.RLock())):  # type: ignore[misc]  # a class in C, so taking the lock runs no Python
     """A lock for objects that are copied and pickled: each copy gets a lock of its own.
 
     A thread that holds one must not wait for another: two forks could then block each other.
@@ -37,7 +37,7 @@ def _before() -> None:
 
 def _after_in_parent() -> None:
     for lock in _held:
-        with suppress(RuntimeError):  # an interrupt came before this lock was taken
+        with suppress(RuntimeError):  # it is not held, because an interrupt came before it was taken
             lock.release()
     _held.clear()
     _forking.release()

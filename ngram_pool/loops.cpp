@@ -18,7 +18,7 @@ struct Rows {
     }
 };
 
-// Why `pool_learn_step` has learned nothing; `native.py` has the same numbers.
+// Errors of `pool_learn_step`, which then learns nothing. `table.py` has the same numbers.
 enum Flaw : int64_t { NONE = -1, NO_IDS = -2, NO_PARENTS = -3, NO_DISTRIBUTIONS = -4 };
 
 static bool are_ids(Tokens tokens) {
@@ -31,7 +31,7 @@ static bool are_ids(Tokens tokens) {
 static bool is_distribution(Span<const double> probabilities) {
     double total = 0;
     for (int64_t column = 0; column < probabilities.size; column++) {
-        if (!(probabilities[column] >= 0)) return false;  // a NaN, too
+        if (!(probabilities[column] >= 0)) return false;  // true for NaN
         total += probabilities[column];
     }
     return total <= 1 + ROUNDING;
@@ -76,10 +76,10 @@ extern "C" int64_t pool_learn_rows(const Pool* pool, const int64_t* contexts, in
     return largest;
 }
 
-// The last tokens of a branch of guesses and of the text before it, collected from the newest on.
+// The last tokens of a branch of guesses and of the text before it. The newest token is put first.
 struct Context {
     int64_t tokens[LONGEST];
-    int known = 0;  // they stand at the end
+    int known = 0;  // these tokens are at the end of the array
 
     bool is_full() const { return known == LONGEST; }
     operator Tokens() const { return {tokens + LONGEST - known, known}; }
@@ -91,7 +91,7 @@ struct Context {
     }
 };
 
-// Behind a text and a guess below it; -1: behind the text alone.
+// The context after a text and a guess below it; guess -1: after the text.
 static Context context_of(Tokens text, Tokens guesses, Tokens parents, int64_t guess) {
     Context context;
     for (; guess >= 0 && !context.is_full(); guess = parents[guess]) context.put(guesses[guess]);
@@ -114,8 +114,8 @@ extern "C" int64_t pool_learn_step(const Pool* pool, const int64_t* line, int64_
         if (!is_distribution(chances[row])) return NO_DISTRIBUTIONS;
     }
     for (int64_t row = 0; row <= guessed; row++) prefetch(*pool, context_of(text, tree, above, row - 1));
-    int64_t last = 0, place = start;  // the last row of the text, and where the text goes on behind it
-    for (int64_t row = 0; row <= guessed; row++) {  // parents come first
+    int64_t last = 0, place = start;  // the last row that belongs to the text, and the index of the token after it
+    for (int64_t row = 0; row <= guessed; row++) {  // parents before children
         if (row > 0) {
             if (place >= count - 1 || above[row - 1] + 1 != last || tree[row - 1] != all[place]) continue;
             last = row, place++;
@@ -185,7 +185,7 @@ extern "C" void pool_merge(const Pool* pool, int64_t clock, const Pool* other, i
             if (other->learned_at_of(theirs) == since->learned_at_of(base) && seen == before) continue;
             if (seen >= before) {  // otherwise the entry was evicted and learned anew
                 subtract(*since, base, tokens, weights, seen);
-                seen = std::max<int64_t>(seen - before, 1);  // 1 where the counts have stopped at 255
+                seen = std::max<int64_t>(seen - before, 1);  // 1 if both counts have stopped at 255
                 rows = std::min(std::max<int64_t>(rows - since->counts_of(base)[1], 0), seen);
             }
         }
@@ -225,21 +225,21 @@ struct Guess {
     double chance;
     int64_t parent, token, source;
 
-    // Whether the other is taken first: the likelier, of equally likely ones that of the earlier parent.
+    // Whether the other is taken first: the likelier guess, or else the one with the earlier parent.
     bool operator<(const Guess& other) const {
         if (chance != other.chance) return chance < other.chance;
         return parent != other.parent ? parent > other.parent : token > other.token;
     }
 };
 
-// The guesses that may be taken next: a heap.
+// A heap of the guesses that the tree may take next.
 struct Frontier {
     Guess* guesses = nullptr;
     int64_t size = 0, room = 0;
 
     ~Frontier() { free(guesses); }
 
-    // Whether there is room for so many more.
+    // Make room for `more` guesses. False without memory.
     bool has_room(int64_t more) {
         if (size + more <= room) return true;
         const int64_t wanted = 2 * (size + more);
@@ -266,11 +266,11 @@ struct Frontier {
 struct Node {
     int64_t parent, token, depth, source;
     double joint;
-    // In depth-first order: its place, the nodes below and with it, and where its next child stands.
+    // In depth-first order: its place, the number of nodes in its subtree, and the place of its next child.
     int64_t place, size, next;
 };
 
-// Bring the nodes into depth-first order, siblings as they are, each with its place among those below the root.
+// Find each node's place in depth-first order. Siblings keep their order; the root's place is -1.
 static void lay_out(Span<Node> nodes) {
     for (int64_t node = nodes.size - 1; node > 0; node--) nodes[nodes[node].parent].size += nodes[node].size;
     for (int64_t node = 1; node < nodes.size; node++) {
@@ -281,7 +281,7 @@ static void lay_out(Span<Node> nodes) {
     }
 }
 
-// Add the likeliest nodes, one by one, to the root. Returns how many nodes there are then, or -1 without memory.
+// Add the likeliest nodes below the root, one by one. Returns the number of nodes, or -1 without memory.
 static int64_t grow(const Pool& pool, Tokens context, double min_probability, int64_t max_depth, bool is_chain,
                     Rows<const float> draws, Span<Node> nodes) {
     Frontier frontier;
@@ -310,7 +310,7 @@ static int64_t grow(const Pool& pool, Tokens context, double min_probability, in
     }
 }
 
-// context [LONGEST]. draws [drawn][vocabulary]. nodes [4][budget], joints [budget]: what is found.
+// context [LONGEST]. draws [drawn][vocabulary]. Writes nodes [4][budget] and joints [budget].
 extern "C" int64_t pool_grow(const Pool* pool, const int64_t* context, double min_probability, int64_t max_depth,
                              bool is_chain, const float* draws, int64_t drawn, int64_t vocabulary, int64_t* nodes,
                              double* joints, int64_t budget) {

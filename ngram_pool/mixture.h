@@ -1,4 +1,4 @@
-// What a pool says of the next token: a mixture of what all kinds of contexts know, and how far each is believed.
+// A pool's prediction of the next token: a mixture of the evidence of all kinds of contexts, weighted by belief.
 
 #pragma once
 
@@ -29,12 +29,12 @@ static inline int class_of(float weight) {
     return weight <= 0.4 ? 2 : weight <= 0.7 ? 3 : weight <= 0.95 ? 4 : 5;
 }
 
-// What is known at the end of some tokens.
+// The evidence of each kind of context about the token after some tokens.
 struct Known {
-    int64_t entries[KINDS];  // -1 where nothing is
+    int64_t entries[KINDS];  // -1 for kinds without evidence
     int amounts[KINDS];
     double beliefs[KINDS];
-    double rest = 1;  // the belief that no kind takes
+    double rest = 1;  // the belief that is left over
 
     Known(const Pool& pool, Tokens tokens) {
         const Keys keys(tokens);
@@ -60,8 +60,8 @@ struct Candidates {
 
     Candidates(const Pool& pool, const Known& known) {
         double tilts[KINDS * WIDTH];  // each candidate's votes, relative to a token that no kind holds
-        double silence = 0;           // the votes for such a token
-        double others = 1;            // chance of the tokens that are not candidates
+        double silence = 0;           // the votes for a token that no kind holds
+        double others = 1;            // chance of all tokens that are not candidates
         for (int kind = 0; kind < KINDS; kind++) {
             const int64_t entry = known.entries[kind];
             if (entry < 0) continue;
@@ -92,7 +92,7 @@ struct Candidates {
         for (int at = 0; at < count; at++) chances[at] /= total;
     }
 
-    // Change the chances for known draws, the variate of each token.
+    // Change the chances for known draws. draws: the variate of each token.
     void race(const Pool& pool, Span<const float> draws) {
         double others = 1;
         for (int at = 0; at < count; at++) others -= chances[at];
@@ -131,7 +131,7 @@ static inline void calibrate(const Pool& pool, Tokens context, Tokens tokens, Sp
             credit[kind] = known.beliefs[kind] * held(pool, known.entries[kind], tokens[column]);
             total += credit[kind];
         }
-        double left = 1;  // credit for the token that is left to this kind and those after it
+        double left = 1;  // credit for the token that earlier kinds have left over
         for (int kind = 0; kind < KINDS; kind++) {
             if (known.entries[kind] < 0) continue;
             double* const told = pool.belief_of(kind, known.amounts[kind], peak_of(pool, known.entries[kind]));

@@ -1,4 +1,4 @@
-"""The loops of a pool: those in C++ that were built when the package was installed, or else those in Python.
+"""The loops of a pool: those in C++ if they were built when the package was installed, or else those in Python.
 
 Both have the same names, take the same arguments, and write the same bits. C++ runs without Python's global lock.
 """
@@ -26,13 +26,13 @@ class _Pool(ctypes.Structure):
 
 
 class _Array:
-    """An argument that is an array, contiguous and writable. No Python runs to find where it lies."""
+    """A contiguous and writable array as an argument. ctypes gets its address without running Python code."""
 
     from_param = (ctypes.c_char * 0).from_buffer
 
 
 _POOL, _WHOLE = ctypes.POINTER(_Pool), ctypes.c_int64
-_ARGUMENTS: dict[str, list[Any]] = {  # of those in `reference`, which says what they are
+_ARGUMENTS: dict[str, list[Any]] = {  # of the functions in `reference`, which explains them
     "learn_text": [_POOL, _Array, _WHOLE, _WHOLE, _WHOLE, _WHOLE],
     "learn_rows": [_POOL, _Array, _WHOLE, _WHOLE, _Array, _Array, _WHOLE, _WHOLE, _WHOLE],
     "learn_step": [_POOL, _Array, _WHOLE, _WHOLE, _Array, _Array, _WHOLE, _Array, _Array, _WHOLE, _WHOLE],
@@ -60,10 +60,10 @@ class Library:
             setattr(self, name, function)
 
     def opened(self, table: Table, credence: Credence) -> Any:
-        """Return where the arrays lie, for all functions. They must be contiguous, and outlive it.
+        """Return the addresses of the arrays, for all functions. The arrays must be contiguous and outlive it.
 
-        It is made once: between two passes of a model the caches are cold, and to look at eight arrays takes longer
-        than to grow a small tree.
+        It is made once, because finding eight addresses takes longer than growing a small tree: after a pass of the
+        model, the processor's caches are cold.
         """
         places = [array.ctypes.data for array in (*table, *credence)]
         return ctypes.byref(_Pool(*places, len(table.keys), self._exp, self._pow))
@@ -86,6 +86,6 @@ def _library(folder: Path) -> Library | str:
     """Load the library from its folder. If there is none, log a warning and return the reason."""
     found = cpp.load(PACKAGE, folder, "DEFAULT")
     if isinstance(found, str):
-        logger.warning("n-gram pools are left to Python, which is much slower: %s", found)
+        logger.warning("n-gram pools run in Python, which is much slower: %s", found)
         return found
     return Library(found)

@@ -1,9 +1,9 @@
 """One table holds all evidence of which token follows which context.
 
     key      64-bit hash of some of the last tokens, for each kind of context in KINDS
-    entry    up to 8 next tokens with probabilities and origins, and how many observations they rest on
-    table    fixed arrays of buckets of WAYS entries. A new key evicts an entry of its bucket: the one whose time since
-             it was last learned, divided by its number of observations, is the greatest
+    entry    up to 8 next tokens with probabilities and origins, and the number of observations behind them
+    table    fixed arrays of buckets of WAYS entries. A new key evicts the entry of its bucket with the greatest time
+             since it was last learned, divided by its number of observations
 
 Contexts whose hashes collide share an entry. That can only make guesses worse: the model verifies each of them.
 """
@@ -38,15 +38,15 @@ from ngram_pool.table import (
 from ngram_pool.tree import GuessTree, Ints, Origin
 
 loops = native.loops()
-CHUNK = 16_384  # tokens of text learned each time that the lock is held, about 15 ms
+CHUNK = 16_384  # tokens of text learned while the lock is held once, about 15 ms
 LISTED_LENGTH = 3  # tokens of the contexts that `most_confident` lists
 MAX_NODES = 2**16  # in one tree; more than any pass verifies
-MIN_MEMORY_MB, MAX_MEMORY_MB = 0.001, 2**20  # a few buckets; as many as 32 bits of a hash distinguish
+MIN_MEMORY_MB, MAX_MEMORY_MB = 0.001, 2**20  # a few buckets; as many buckets as 32 bits of a hash distinguish
 _TICKS = 2**32  # a pool's clock wraps around after this many positions
-_MAX_COUNT = 2**63 - 1  # also for the clock, which older files do not wrap
+_MAX_COUNT = 2**63 - 1  # also for the clock, which did not wrap around in older files
 # The counters in a file's header, each with its least and greatest value.
 _COUNTERS = {"clock": (0, _MAX_COUNT), "observations": (0, _MAX_COUNT), "largest": (-1, 2**31 - 1)}
-# What `merge` needs of the state of a pool that has learned nothing.
+# The state of a pool that has learned nothing, as far as `merge` needs it.
 _NO_DRAWS = np.empty((0, 0), np.float32)
 _NOTHING: dict = {"_table": empty_table(WAYS), "_credence": prior_credence(), "_clock": 0, "_observations": 0}
 
@@ -146,12 +146,12 @@ class NgramPool:
     def learn_step(
         self, text: Ints, guesses: Ints, parents: Ints, tokens: ArrayLike, probabilities: ArrayLike, emitted: Ints
     ) -> None:
-        """Learn from a step of decoding: what the model said after a text and after each guess, and the text itself.
+        """Learn from a step of decoding: the model's predictions after a text and after each guess, and the new text.
 
         text: sequence of ids; only the last LONGEST count. guesses, parents: int [n], as in a `GuessTree`.
-        tokens: int [1 + n, k], distinct within a row. probabilities: float [1 + n, k]. Row 0 is what the model said
-        after the text, row 1 + i after guess i. emitted: the ids with which the text goes on.
-        Rows of the true text `calibrate` before all is learned. Errors as for `learn_next`.
+        tokens: int [1 + n, k], distinct within a row. probabilities: float [1 + n, k]. Row 0 is the prediction after
+        the text, row 1 + i that after guess i. emitted: the ids that continue the text.
+        First, rows of the true text `calibrate`. Errors as for `learn_next`.
         """
         recent = text[-LONGEST:]
         line, guesses, parents, tokens = _whole([*recent, *emitted], guesses, parents, tokens)
@@ -174,7 +174,7 @@ class NgramPool:
             self._count(learned, learned)
 
     def learn_ngrams(self, ngrams: ArrayLike, source: Origin = Origin.JACOBI) -> None:
-        """Learn each n-gram (int [m, n], n >= 2) as a text of its own: its first token predicts the second, and so on.
+        """Learn each n-gram (int [m, n], n >= 2) as a separate text: its first token predicts the second, and so on.
 
         source: the evidence's origin. Raises ValueError for ids outside 0..2**31-1 or another shape.
         """
@@ -199,11 +199,11 @@ class NgramPool:
         self._observations = min(self._observations + learned, _MAX_COUNT)
 
     def calibrate(self, contexts: ArrayLike, tokens: ArrayLike, probabilities: ArrayLike) -> None:
-        """Adjust how far each kind of context is believed, by what followed these contexts.
+        """Adjust the belief in each kind of context by what followed these contexts.
 
         Arguments and errors as for `learn_next`: the model's distribution over the next token, or the token itself
-        with probability 1. Call it before the same is learned, and only for contexts of the true text: others are not
-        a fair sample.
+        with probability 1. Call it before learning the same, and only for contexts of the true text, because others
+        are not a fair sample.
         """
         contexts, tokens, probabilities = _rows(contexts, tokens, probabilities)
         with self._lock:
@@ -266,8 +266,8 @@ class NgramPool:
         """Add the other pool's evidence, weighed by its number of observations. Full buckets evict as in learning.
 
         since: the pool from which the other was loaded or copied, as it was then. Only what the other has learned
-            since then is added; without it, evidence that both pools started from counts twice. This pool must hold
-            the evidence of ``since``, too.
+            since then is added. Without ``since``, evidence that both pools started from counts twice. This pool must
+            hold the evidence of ``since``, too.
         Raises ValueError if the pools' vocabularies differ, or if they cannot both have started from ``since``.
         """
         for known in (other, since):
@@ -279,7 +279,7 @@ class NgramPool:
             held = self._observations - before["_observations"]
             learned = theirs["_observations"] - before["_observations"]
             if min(held, learned) < 0:
-                raise ValueError("since holds more than one of the pools to merge: they cannot have started from it")
+                raise ValueError("since has learned more than a merged pool, which cannot have started from it")
             self.vocabulary = self.vocabulary or theirs["vocabulary"]
             self._largest = max(self._largest, theirs["_largest"])
             # This pool's evidence is older than the other's. Only `since` tells by how much.
@@ -294,8 +294,8 @@ class NgramPool:
     def save(self, path: str | os.PathLike) -> None:
         """Write the pool to ``path`` atomically: after a crash, either the old or the new file is there.
 
-        Meanwhile it takes as much memory again as the table. Raises OSError if the file cannot be written, ValueError
-        if the vocabulary's name is too long.
+        Meanwhile, this takes the memory of a second table. Raises OSError if the file cannot be written, ValueError if
+        the vocabulary's name is too long.
         """
         state = self.__getstate__()
         arrays = state["_table"]._asdict() | state["_credence"]._asdict()
@@ -307,7 +307,7 @@ class NgramPool:
         """Return the pool saved at ``path``.
 
         vocabulary: the expected one. A file that names no vocabulary gets this one.
-        Raises PoolFileError for a file that is truncated, corrupted, not a pool, of another version or vocabulary, or
+        Raises PoolFileError for a file that is truncated, corrupted, not a pool, has another version or vocabulary, or
         breaks a pool's invariants; OSError if it cannot be read.
         """
         header, arrays = storage.read(path)
@@ -316,11 +316,11 @@ class NgramPool:
         credence = Credence(*(arrays.get(name, missing) for name in Credence._fields))
         if found := _flaw(header, table, credence):
             raise storage.PoolFileError(
-                f"{path} is whole, but not a sound pool of this format ({found}): build the pool again"
+                f"{path} is complete, but not a valid pool of this format ({found}): build the pool again"
             )
         if vocabulary and header["vocabulary"] and header["vocabulary"] != vocabulary:
             raise storage.PoolFileError(
-                f"{path} is of another vocabulary: {header['vocabulary']}, not {vocabulary}; its ids mean other text"
+                f"{path} has another vocabulary: {header['vocabulary']}, not {vocabulary}; its ids mean other text"
             )
         pool = cls.__new__(cls)
         state = {f"_{name}": header[name] for name in _COUNTERS}
@@ -351,9 +351,8 @@ class NgramPool:
     def most_confident(self, count: int = 10) -> list[tuple[list[int], int, float, int]]:
         """List the contexts whose next token is surest: (context, next token, its probability, observations).
 
-        They are sorted by observations * probability / (observations + 1), where observations are counted up to 255.
-        The table holds only hashes of contexts. So contexts of LISTED_LENGTH tokens are found by going from token to
-        likely next token.
+        They are sorted by observations * probability / (observations + 1), with at most 255 observations. The table
+        holds only hashes of contexts. So contexts of LISTED_LENGTH tokens are found by following likely next tokens.
         """
         with self._lock:
             contexts = np.unique(self._table.tokens[self._table.weights > 0]).astype(np.int64)[:, None]
@@ -373,7 +372,7 @@ class NgramPool:
         ]
 
     def _entries(self, contexts: np.ndarray, kind: tuple[int, int]) -> np.ndarray:
-        """Int64 [n], the entry of each context (int64 [n, c]) of a kind in KINDS, -1 where nothing is known."""
+        """Int64 [n], the entry of each context (int64 [n, c]) of a kind in KINDS, or -1."""
         entries = np.empty(len(contexts), np.int64)
         loops.find_entries(self._opened, contexts, *contexts.shape, KINDS.index(kind), entries)
         return entries
@@ -394,7 +393,7 @@ def contexts_of(text: Ints, count: int) -> np.ndarray:
 
 
 def _whole(*arrays: ArrayLike) -> list[np.ndarray]:
-    """Return whole numbers as the loops take them. Those that do not fit become negative."""
+    """Return arrays of whole numbers as int64. Numbers that do not fit become negative."""
     found = []
     for array in map(np.asarray, arrays):
         if array.size and array.dtype.kind not in "iu":
@@ -416,7 +415,7 @@ def _tail(context: Ints) -> list[int]:
     """Return the last LONGEST ids of a context. Raises ValueError unless they are ids."""
     tail = context[-LONGEST:]
     if type(tail) is list and set(map(type, tail)) == {int} and min(tail) >= 0 and max(tail) < 2**31:
-        return tail  # what decoding gives
+        return tail  # the usual case in decoding
     return _text(tail).tolist()
 
 
@@ -458,7 +457,7 @@ def _rows(
 
 
 def _flaw(header: dict, table: Table, credence: Credence) -> str:
-    """Say why a file's content is not that of a pool; "" if it is. A missing array is given as an empty one."""
+    """Say why a file's content is not a pool; "" if it is one. A missing array is given as an empty one."""
     for name, (least, most) in _COUNTERS.items():
         if type(header.get(name)) is not int or not least <= header[name] <= most:
             return f"{name} is not a whole number in {least}..{most}"
@@ -477,7 +476,7 @@ def _flaw(header: dict, table: Table, credence: Credence) -> str:
 
 
 def _flaw_in_arrays(table: Table, credence: Credence, largest: int) -> str:
-    """The same for arrays of the right shapes. The loops rely on it: they check nothing."""
+    """The same for arrays of the right shapes. The loops rely on this and check nothing."""
     bounded = Credence(*(array.copy() for array in credence))
     bound(bounded)
     if not all(np.array_equal(array, within) for array, within in zip(credence, bounded, strict=True)):

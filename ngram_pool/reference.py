@@ -1,8 +1,8 @@
-"""The loops of a pool in plain Python: what `loops.cpp` has to do, and what serves, slowly, where it was not built.
+"""The loops of a pool in plain Python. They define what `loops.cpp` does, and run, slowly, if it was not built.
 
-Both write the same bits. So every number is rounded here where it is rounded there: the table's weights are kept in
-float32 (`_single`), all else in Python's own numbers. Arrays come with their sizes, for C++ needs them. The loops trust
-their arguments; `pool.py` checks them.
+Both write the same bits. So numbers are rounded in the same places: the table's weights are float32 (`_single`),
+everything else is Python's own numbers. Arrays come with their sizes, because C++ needs them. The loops trust their
+arguments; `pool.py` checks them.
 """
 
 import heapq
@@ -61,7 +61,7 @@ def _single(number: float) -> float:
 
 
 def _hash(context: Tokens) -> list[int]:
-    """Return the keys of all kinds of contexts; EMPTY for kinds that are longer than what is known."""
+    """Return the keys of all kinds of contexts; EMPTY for kinds that have more tokens than ``context``."""
     sums = [0]
     for token, multiplier in zip(reversed(context[-LONGEST:]), MULTIPLIERS, strict=False):
         if token < 0:
@@ -113,9 +113,9 @@ def _assign(table: Table, entry: int, key: int) -> None:
 
 
 def _add(table: Table, entry: int, token: int, weight: float, source: int) -> None:
-    """Add weight to a token of an entry. In a full entry, a new token replaces the lightest one if it weighs more.
+    """Add weight to a token of an entry. In a full entry, a new token replaces the lightest one if it is heavier.
 
-    The token's origin becomes ``source`` if that gives the larger part of its weight.
+    The token's origin becomes ``source`` if the added weight exceeds the old one.
     """
     weights, tokens = table.weights[entry].tolist(), table.tokens[entry].tolist()
     for place, held in enumerate(weights):
@@ -183,8 +183,8 @@ def learn_step(
     pool: Pool, line: np.ndarray, count: int, start: int, guesses: np.ndarray, parents: np.ndarray, guessed: int,
     tokens: np.ndarray, probabilities: np.ndarray, columns: int, clock: int,
 ) -> int:  # fmt: skip
-    """Learn what the model said after the text line[:start], and after each guess; then the tokens line[start:], with
-    which the text goes on. First calibrate by what was said about those.
+    """Learn the model's predictions after the text line[:start] and after each guess; then the tokens line[start:],
+    which continue the text. First calibrate by the predictions of these tokens.
 
     line: int64 [count]. guesses, parents: int64 [guessed]. tokens, probabilities: int64 and float64
     [1 + guessed, columns].
@@ -201,8 +201,8 @@ def learn_step(
     contexts = [text[max(start - LONGEST, 0) : start]]
     for guess, parent in zip(guesses.tolist(), above, strict=True):
         contexts.append([*contexts[parent + 1], guess])
-    path = [0]  # the rows of the text, beginning with that before all guesses
-    for row in range(1, 1 + guessed):  # parents come first
+    path = [0]  # the rows of the text: the one before all guesses, and those of accepted guesses
+    for row in range(1, 1 + guessed):  # parents before children
         place = start + len(path) - 1
         if place < count - 1 and above[row - 1] + 1 == path[-1] and guesses[row - 1] == text[place]:
             path.append(row)
@@ -219,7 +219,7 @@ def calibrate(
     pool: Pool, contexts: np.ndarray, count: int, width: int, tokens: np.ndarray, probabilities: np.ndarray,
     columns: int,
 ) -> None:  # fmt: skip
-    """Learn from what followed the contexts how far each kind is believed. Arguments as for `learn_rows`."""
+    """Learn the belief in each kind from what followed the contexts. Arguments as for `learn_rows`."""
     for row, context in enumerate(contexts.tolist()):
         _calibrate(pool, context, tokens[row].tolist(), probabilities[row].tolist())
     bound(pool.credence)
@@ -234,7 +234,7 @@ def calibrate_text(pool: Pool, tokens: np.ndarray, count: int, start: int) -> No
 
 
 def find_entries(pool: Pool, contexts: np.ndarray, count: int, width: int, kind: int, entries: np.ndarray) -> None:
-    """Write to ``entries`` the entry of each row's context of one kind, -1 where nothing is known.
+    """Write to ``entries`` the entry of each row's context of one kind, or -1.
 
     contexts: int64 [count, width]. entries: int64 [count].
     """
@@ -242,7 +242,7 @@ def find_entries(pool: Pool, contexts: np.ndarray, count: int, width: int, kind:
 
 
 def merge(pool: Pool, clock: int, other: Pool, other_clock: int, since: Pool) -> None:
-    """Add what the other table has learned after ``since``, the table that it started from, weighed by its counts.
+    """Add what the other table has learned since ``since``, the table that it started from, weighted by counts.
 
     An entry keeps its age, by the clock of its own table. A full bucket evicts as in learning.
     """
@@ -257,7 +257,7 @@ def merge(pool: Pool, clock: int, other: Pool, other_clock: int, since: Pool) ->
                 continue
             if seen >= before:  # otherwise the entry was evicted and learned anew
                 _subtract(since.table, base, tokens, weights, seen)
-                seen = max(seen - before, 1)  # 1 where the counts have stopped at 255
+                seen = max(seen - before, 1)  # 1 if both counts have stopped at 255
                 rows = min(max(rows - rows_before, 0), seen)
         age = _age(other.table, theirs, other_clock)
         entry = _find(table, key)
@@ -283,7 +283,7 @@ def merge(pool: Pool, clock: int, other: Pool, other_clock: int, since: Pool) ->
 
 
 def _sum(weights: list[float]) -> float:
-    """Their sum in float32, from the first on."""
+    """Their sum, added in float32 from the first on."""
     total = 0.0
     for weight in weights:
         total = _single(total + weight)
@@ -293,9 +293,9 @@ def _sum(weights: list[float]) -> float:
 def _subtract(since: Table, base: int, tokens: Tokens, weights: list[float], seen: int) -> None:
     """Reduce an entry's weights to those of the observations made after ``since``.
 
-    base: the same context's entry in ``since``. seen: number of observations that the weights rest on.
-    This is exact where an entry is the mean of its observations, as after merging. Where learning gave newer
-    observations more weight, the difference still shows their tokens; it is scaled down to a sum of at most 1.
+    base: the same context's entry in ``since``. seen: number of observations behind the weights.
+    This is exact if an entry is the mean of its observations, as after merging. If learning gave newer observations
+    more weight, the difference still shows their tokens; it is scaled down to a sum of at most 1.
     """
     before = int(since.counts[base, 0])
     new = max(seen - before, 1)
@@ -309,7 +309,7 @@ def _subtract(since: Table, base: int, tokens: Tokens, weights: list[float], see
 
 
 class _Known(NamedTuple):
-    """What one kind of context knows."""
+    """The evidence of one kind of context."""
 
     kind: int
     entry: int
@@ -318,10 +318,10 @@ class _Known(NamedTuple):
 
 
 def _look_up(pool: Pool, context: Tokens) -> tuple[list[_Known], float]:
-    """Return what each kind knows that knows the context, and the belief that is left over.
+    """Return the evidence of each kind that has any, and the belief that is left over.
 
-    Each kind, from the most specific on, takes a share of the belief and leaves the rest to those after it. The share
-    is learned by kind, amount of evidence and highest probability.
+    Each kind, the most specific first, takes a share of the belief and leaves the rest to those after it. The share is
+    learned by kind, amount of evidence and highest probability.
     """
     found, rest = [], 1.0
     for kind, key in enumerate(_hash(context)):
@@ -335,8 +335,8 @@ def _look_up(pool: Pool, context: Tokens) -> tuple[list[_Known], float]:
 
 
 def _amount(table: Table, entry: int) -> int:
-    """Return the class of an entry's amount: 0 to 2 for text seen once, a few times, often; 3 to 5 for such counts of
-    logits rows."""
+    """Return the class of an entry's amount of evidence: 0 to 2 for text seen once, a few times, often; 3 to 5 for the
+    same numbers of logits rows."""
     seen, rows = table.counts[entry].tolist()
     if rows == 0:
         return 0 if seen == 1 else 1 if seen < 5 else 2
@@ -357,7 +357,7 @@ def _class(weight: float) -> int:
 
 
 def _held(table: Table, entry: int, token: int) -> float:
-    """Return the weight that an entry gives a token. Of two places with it, one is empty: its weight is 0."""
+    """Return the weight that an entry gives a token. An empty place, of weight 0, may hold the token, too."""
     return float(table.weights[entry][table.tokens[entry] == token].max(initial=0))
 
 
@@ -373,13 +373,13 @@ class _Candidate:
 def _mix(pool: Pool, known: list[_Known]) -> dict[int, _Candidate]:
     """Return the candidates for the next token.
 
-    Beliefs only add up. So they cannot express that kinds which agree are surer together, or that a long context's
-    single observation is worth less where shorter contexts, seen more often, lack the token. Votes multiply a
-    candidate's chance, and express both.
+    Beliefs only add up. So they cannot express that two kinds which agree are surer together. Nor can they express that
+    a long context's single observation is worth less if shorter contexts, seen more often, lack the token. Votes
+    multiply a candidate's chance, and express both.
     """
     candidates: dict[int, _Candidate] = {}
     silence = 0.0  # the votes for a token that no kind holds
-    others = 1.0  # chance of the tokens that are not candidates
+    others = 1.0  # chance of all tokens that are not candidates
     for kind, entry, amount, belief in known:
         cast = pool.credence.votes[kind, amount].tolist()
         silence += cast[0]
@@ -418,7 +418,7 @@ def _calibrate(pool: Pool, context: Tokens, tokens: Tokens, probabilities: Seque
         for _, entry, _, belief in known:
             credits.append(belief * _held(pool.table, entry, token))
             total += credits[-1]
-        left = 1.0  # credit for the token that is left to this kind and those after it
+        left = 1.0  # credit for the token that earlier kinds have left over
         for (kind, entry, amount, _), credit in zip(known, credits, strict=True):
             cell = pool.credence.belief[kind, amount, _peak(pool.table, entry)]
             told, times = cell.tolist()
@@ -428,10 +428,10 @@ def _calibrate(pool: Pool, context: Tokens, tokens: Tokens, probabilities: Seque
 
 
 def _race(draws: np.ndarray, candidates: dict[int, _Candidate]) -> None:
-    """Change the candidates' chances for known draws: the token with the largest probability / variate is the next.
+    """Change the candidates' chances for known draws: the token with the largest probability / variate comes next.
 
-    If the chances were the model's probabilities, the winner would be certain. If each said how likely it is that the
-    model is sure of this token, the draws would say nothing. They are in between, so both get an exponent.
+    If the chances were the model's probabilities, the winner would be certain. If a chance were the probability that
+    the model is sure of this token, the draws would not matter. They are in between, so both get an exponent.
     draws: float32 [vocabulary], the variate of each token.
     """
     others = 1.0
@@ -483,7 +483,7 @@ def grow(
 
 def _laid_out(parents: list[int]) -> list[int]:
     """Return the place of each node in depth-first order, siblings as they are. Node 0 is the root, at -1."""
-    sizes = [1] * len(parents)  # of the trees below and with each node
+    sizes = [1] * len(parents)  # nodes in each node's subtree
     for node in range(len(parents) - 1, 0, -1):
         sizes[parents[node]] += sizes[node]
     places, next_child = [-1], [0] * len(parents)

@@ -46,8 +46,8 @@ class PoolFileError(ValueError):
 def write(path: str | os.PathLike, header: dict, arrays: dict[str, np.ndarray]) -> None:
     """Replace ``path`` atomically: write a temporary file beside it, sync it to disk and rename it.
 
-    A new file has mode 0600. A replaced file hands on its mode, and its owner and group where this process may set
-    them. Otherwise the new file belongs to this process, and its group has no rights.
+    A new file has mode 0600. A replaced file hands on its mode, and its owner and group if this process may set them.
+    Otherwise the new file belongs to this process, and its group has no rights.
 
     Raises ValueError for a header that is too long; OSError if the file cannot be written.
     """
@@ -65,7 +65,7 @@ def write(path: str | os.PathLike, header: dict, arrays: dict[str, np.ndarray]) 
         digest.update(part)
     replaced = os.lstat(path) if os.path.lexists(path) else None
     if replaced is not None and not stat.S_ISREG(replaced.st_mode):
-        raise OSError(f"{path} is not a regular file and is not replaced by one: give another name")
+        raise OSError(f"{path} is not a regular file, so it is not replaced: give another name")
     _remove_leftovers(path)
     with _temporary(path) as (file, temporary):
         file.write(fields + digest.digest())
@@ -78,7 +78,7 @@ def write(path: str | os.PathLike, header: dict, arrays: dict[str, np.ndarray]) 
         if fcntl is None:
             file.close()  # Windows cannot rename an open file
         os.replace(temporary, path)
-    with suppress(OSError):  # make the rename durable as well, where the system can
+    with suppress(OSError):  # make the rename durable, too, if the system can
         folder = os.open(path.parent, os.O_RDONLY)
         try:
             os.fsync(folder)
@@ -87,7 +87,7 @@ def write(path: str | os.PathLike, header: dict, arrays: dict[str, np.ndarray]) 
 
 
 def _prefix(path: Path) -> str:
-    """Return how the names of a pool's temporary files begin; short, even if the pool's own name is long."""
+    """Return the prefix of the names of a pool's temporary files, which is short even for a long name."""
     return f".{xxhash.xxh3_64_hexdigest(os.fsencode(path.name))}-"
 
 
@@ -101,13 +101,13 @@ def _temporary(path: Path) -> Iterator[tuple[BinaryIO, Path]]:
                 if _lock(file.fileno()) is not False and temporary.exists():
                     yield file, temporary
                     return
-                # Another save took it for a leftover before it was locked. Try again under another name.
+                # Another save removed it as a leftover before it was locked. Try again with another name.
         finally:
             temporary.unlink(missing_ok=True)
 
 
 def _lock(file: int) -> bool | None:
-    """Lock a file until it is closed. Return False if another process has it, None where files cannot be locked."""
+    """Lock a file until it is closed. Return False if another process holds the lock, None if there are no locks."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -135,7 +135,7 @@ def _remove_leftovers(path: Path) -> None:
 
 
 def _hand_on(replaced: os.stat_result, file: int) -> None:
-    """Give an open file the mode of the file that it replaces, and its owner and group where this process may."""
+    """Give an open file the mode of the file that it replaces, and its owner and group if this process may."""
     mode = stat.S_IMODE(replaced.st_mode) & 0o777
     try:
         os.fchown(file, replaced.st_uid, replaced.st_gid)
@@ -156,8 +156,8 @@ def is_pool_file(path: str | os.PathLike) -> bool:
 def read(path: str | os.PathLike) -> tuple[dict, dict[str, np.ndarray]]:
     """Read the header and the arrays of a file into memory.
 
-    The file is not mapped: if somebody shortened a mapped file, this process would crash. The arrays take no more
-    memory than the file is long.
+    The file is not mapped, because this process would crash if somebody truncated a mapped file. The arrays take no
+    more memory than the file's size.
 
     Raises PoolFileError if the file is not a pool, is truncated or corrupted, has another version or exceeds the
     machine's memory; OSError if it cannot be opened or read.
@@ -177,7 +177,7 @@ def read(path: str | os.PathLike) -> tuple[dict, dict[str, np.ndarray]]:
         if size < length:
             raise PoolFileError(f"{path} is truncated: {size} of {length} bytes")
         if size > length:
-            raise PoolFileError(f"{path} is corrupted: it has {size} bytes, but says {length}")
+            raise PoolFileError(f"{path} is corrupted: it has {size} bytes, but its preamble says {length}")
         digest = xxhash.xxh3_128(preamble[: _FIELDS.size])
         head = file.read(min(head_length, _MAX_HEADER))
         digest.update(head)
@@ -189,7 +189,7 @@ def read(path: str | os.PathLike) -> tuple[dict, dict[str, np.ndarray]]:
             raise PoolFileError(f"{path} is corrupted or not of this format: {error}") from error
         for array in arrays.values():
             content = array.reshape(-1).view(np.uint8).data
-            file.readinto(content)  # reads less if the file has just been shortened: the checksum tells
+            file.readinto(content)  # reads less if the file was truncated meanwhile; then the checksum is wrong
             digest.update(content)
     if digest.digest() != preamble[_FIELDS.size :]:
         raise PoolFileError(f"{path} is corrupted: its content does not match its checksum")
@@ -197,7 +197,7 @@ def read(path: str | os.PathLike) -> tuple[dict, dict[str, np.ndarray]]:
 
 
 def _parse_header(head: bytes, nbytes: int) -> tuple[dict, dict[str, np.ndarray]]:
-    """Return the caller's fields, and empty arrays for the ``nbytes`` that follow the header. Trusts nothing.
+    """Return the caller's fields, and uninitialised arrays for the ``nbytes`` after the header. Trusts nothing.
 
     Raises ValueError for a header that `write` would not write; RecursionError for JSON too deep; MemoryError.
     """

@@ -1,5 +1,5 @@
-// The table of a pool: the keys of contexts, and the entries that hold what follows them. `table.py` says what the
-// arrays and the constants mean, `reference.py` what the functions do: it has the same ones, in Python.
+// The table of a pool: the keys of contexts, and entries with what followed them. `table.py` explains the arrays and
+// constants, `reference.py` the functions, which it has in Python.
 
 #pragma once
 
@@ -30,7 +30,7 @@ constexpr uint64_t SALTS[KINDS] = {
     0x63e18c17035ac378, 0xd8a34f6706961215, 0x8b290503648da9d4, 0xf17471f55e39db6e,
 };
 
-// An array of the caller's.
+// An array that belongs to the caller.
 template <class T>
 struct Span {
     T* first;
@@ -49,19 +49,19 @@ struct Span {
 
 using Tokens = Span<const int64_t>;
 
-// Where the arrays of a pool lie; `native.py` has the same fields.
+// Pointers to the arrays of a pool; `native.py` has the same fields.
 struct Pool {
     uint64_t* keys;         // [entries]
     uint32_t* learned_at;   // [entries]
     uint8_t* counts;        // [entries][2]
-    int32_t* tokens;        // [entries][WIDTH], as all of these:
+    int32_t* tokens;        // [entries][WIDTH], like the next two
     float* weights;
     uint8_t* sources;
     double* belief;         // [KINDS][AMOUNTS][PEAKS][2]
     double* votes;          // [KINDS][AMOUNTS][CLASSES]
     int64_t entries;
-    // The system's, as Python calls them, too. To be linked with, they would ask for glibc 2.29, which is newer than all
-    // else that the package needs.
+    // The system's functions, which Python calls, too. Linking with them would need glibc 2.29, which is newer than
+    // everything else in the package needs.
     double (*exp)(double);
     double (*pow)(double, double);
 
@@ -89,7 +89,7 @@ private:
     }
 };
 
-// The keys of all kinds of contexts at the end of some tokens; EMPTY for kinds that are longer.
+// The keys of all kinds of contexts at the end of some tokens; EMPTY for kinds with more tokens.
 struct Keys {
     uint64_t of[KINDS];
 
@@ -112,8 +112,8 @@ static inline int64_t bucket(const Pool& pool, uint64_t key) {
     return (int64_t)(((key >> 32) * (uint64_t)(pool.entries / WAYS)) >> 32) * WAYS;
 }
 
-// Have the processor fetch all that may be known of a context. Unasked, it would wait for each part. This is always
-// inline: GCC leaves out calls of a function that does nothing else.
+// Prefetch all entries that a context may have; otherwise the processor would wait for each in turn. Always inline,
+// because GCC removes calls of a function that only prefetches.
 __attribute__((always_inline)) static inline void prefetch(const Pool& pool, Tokens context) {
     for (uint64_t key : Keys(context).of) {
         if (key == EMPTY) continue;
@@ -122,7 +122,7 @@ __attribute__((always_inline)) static inline void prefetch(const Pool& pool, Tok
         __builtin_prefetch(&pool.learned_at_of(first));
         __builtin_prefetch(pool.counts_of(first));
         __builtin_prefetch(pool.sources_of(first));
-        for (int64_t entry = first; entry < first + WAYS; entry += 2) {  // two to a line
+        for (int64_t entry = first; entry < first + WAYS; entry += 2) {  // two share a cache line
             __builtin_prefetch(pool.tokens_of(entry));
             __builtin_prefetch(pool.weights_of(entry));
         }
@@ -159,7 +159,7 @@ static inline void assign(const Pool& pool, int64_t entry, uint64_t key) {
     std::fill_n(pool.weights_of(entry), WIDTH, 0.0f);
 }
 
-// What an entry holds, in registers: WIDTH numbers are two vectors of a size that every processor has.
+// An entry in registers: WIDTH numbers are two vectors of a size that every processor has.
 struct Contents {
     typedef int32_t Ints __attribute__((vector_size(16)));
     typedef float Floats __attribute__((vector_size(16)));
@@ -185,7 +185,7 @@ struct Contents {
         for (int place = 0; place < WIDTH; place++) pool.sources_of(entry)[place] = sources[place / 4][place % 4];
     }
 
-    // Where the token stands, and whether it weighs more than before, cannot be predicted. So this branches once.
+    // The token's place, and whether its origin changes, are unpredictable. So there is only one branch.
     void add(int32_t token, float weight, int32_t source) {
         Ints found[2];
         for (int half = 0; half < 2; half++) found[half] = (tokens[half] == token) & (weights[half] > 0);
@@ -251,7 +251,7 @@ static inline float held(const Pool& pool, int64_t entry, int64_t token) {
     const float* const weights = pool.weights_of(entry);
     float weight = 0;
     for (int place = 0; place < WIDTH; place++) {
-        if (tokens[place] == token) weight = std::max(weight, weights[place]);  // another place of this token is empty
+        if (tokens[place] == token) weight = std::max(weight, weights[place]);  // empty places may hold it, too
     }
     return weight;
 }

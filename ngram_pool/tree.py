@@ -34,7 +34,7 @@ class GuessTree:
     parents: int64 [n], the index of an earlier node, or -1 for the root. The children of a node have distinct tokens.
     depths: int64 [n], 1 for children of the root.
     probabilities: float64 [n], the estimated probability that the node is accepted, at most its parent's.
-    sources: int64 [n], the `Origin` that an accepted node counts for; -1: the source of guesses that proposes the tree.
+    sources: int64 [n], the `Origin` that an accepted node is credited to; -1: the source of guesses that proposes it.
 
     Raises ValueError, naming the node, for a tree that breaks these rules.
     """
@@ -82,7 +82,7 @@ class GuessTree:
 
     @classmethod
     def trusted(cls, *arrays: np.ndarray) -> "GuessTree":
-        """Make a tree of arrays that are known to keep the rules. Checking them would take too long in each step."""
+        """Make a tree of arrays that are known to follow the rules, without checks, which would slow each step down."""
         tree = object.__new__(cls)
         vars(tree).update(zip(cls.__dataclass_fields__, arrays, strict=True))
         return tree
@@ -106,16 +106,16 @@ class GuessTree:
 
     @cached_property
     def ranking(self) -> list[int]:
-        """The nodes' indices, most likely first; of equally likely nodes, the earlier comes first."""
+        """The nodes' indices, most likely first; among equally likely nodes, the earlier first."""
         return sorted(range(len(self.tokens)), key=self.probabilities.tolist().__getitem__, reverse=True)
 
     def prune(self, count: int) -> "GuessTree":
-        """Return the tree of the ``count`` most likely nodes, in their present order."""
+        """Return the tree of the ``count`` most likely nodes, in the same order."""
         if count >= len(self.tokens):
             return self
         if count <= 0:
             return GuessTree.empty()
-        return self.part(sorted(self.ranking[:count]))  # holds each node's parent, which is at least as likely
+        return self.part(sorted(self.ranking[:count]))  # parents are included, being at least as likely
 
     def likeliest_chain(self) -> "GuessTree":
         """Return the branch that takes the most likely child at each node."""
@@ -127,7 +127,7 @@ class GuessTree:
             kept.append(int(children[self.probabilities[children].argmax()]))
 
     def follow(self, tokens: Sequence[int]) -> int:
-        """Return how many of these tokens, from the first on, are guesses below one another."""
+        """Return how many of these tokens, from the first on, the tree guesses along one branch."""
         node = -1
         for place, token in enumerate(tokens):
             children = np.flatnonzero((self.parents == node) & (self.tokens == token))
@@ -137,7 +137,7 @@ class GuessTree:
         return len(tokens)
 
     def part(self, kept: Ints) -> "GuessTree":
-        """Return the tree of the nodes ``kept``, ascending, each node's parent among them."""
+        """Return the tree of the nodes ``kept``, in ascending order. They include each node's parent."""
         nodes = np.asarray(kept, np.int64)
         places = {-1: -1} | dict(zip(nodes.tolist(), range(len(nodes)), strict=True))
         parents = np.array(list(map(places.__getitem__, self.parents[nodes].tolist())), np.int64)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 PATIENCE = 1.0  # seconds of silence before the message
-_kept: list[float] = []  # seconds that this process took for what later ones find ready
+_kept: list[float] = []  # seconds that this process spent on results that later processes reuse
 
 
 @contextmanager
@@ -27,12 +27,12 @@ def told_if_long(what: str) -> Iterator[None]:
 
 @contextmanager
 def kept_for_later() -> Iterator[None]:
-    """Count the time of the block, unless it raises, as spent on what later processes find ready."""
+    """Count the time of the block, unless it raises, as spent on results that later processes reuse."""
     began = time.perf_counter()
     yield
     _kept.append(time.perf_counter() - began)
 
 
 def seconds_saved() -> float:
-    """Return the seconds that a later process will not need, because this one has kept what it made in them."""
+    """Return the seconds that a later process saves by reusing this one's results."""
     return sum(_kept)

@@ -1,7 +1,7 @@
 """Try lookahead on a tiny random model of every causal LM in transformers, against the model's own generate().
 
 Each family is built in float32 (`bench/tiny_models.py`) and writes a greedy and a sampled text, plainly and by
-lookahead. It has its own process, so that a crash or a hang does not end the other families.
+lookahead. It runs in its own process, so a crash or a hang does not affect other families.
 
     python scripts/architectures.py --out docs/architectures.md
 """
@@ -37,7 +37,7 @@ FAMILIES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 NEW_TOKENS = 64
 WINDOW_SIZES = (8, 40)  # texts outgrow both; the tokens of wrap()'s probe outgrow only the first
 PHRASE = [17, 5, 42, 29, 8, 33]
-PROMPT = [*PHRASE, 11, *PHRASE, 50, 23, *PHRASE]  # repeats itself, so that there is something to guess
+PROMPT = [*PHRASE, 11, *PHRASE, 50, 23, *PHRASE]  # repeats itself, so the pool can guess
 TEXTS = {"greedy": {"do_sample": False}, "sampled": {"do_sample": True, "temperature": 0.7, "top_k": 0}}
 RESULTS = {
     "identical": "greedy and sampled texts equal those of `model.generate`, token for token",
@@ -72,17 +72,17 @@ def generate(model: PreTrainedModel, how: dict, **options) -> list[int]:
 
 
 def row_of(model_type: str, **known) -> dict:
-    """Return a row of the table. known: the fields that are known already."""
+    """Return a row of the table. known: fields with known values."""
     row = {"model_type": model_type, "class": MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]}
     row |= dict.fromkeys(("layers", "guesses", "passes", "result", "reason"), "")
-    # Accepted guesses are counted in all texts, different tokens in the greedy one.
+    # Accepted guesses are counted in all texts, different tokens only in the greedy one.
     return row | {"accepted": 0, "different_tokens": 0, "tokens_per_step": {}} | known
 
 
 def check(model_type: str) -> dict:
     """Build the family in every shape and decode both ways; return the worst row.
 
-    A shape other than the first that cannot be built does not count. If only such a shape is refused, the row says so.
+    Only the first shape must be possible to build. If only another shape is refused, the row says so.
     """
     row = check_windows(model_type)
     for shape in list(SHAPES)[1:]:
@@ -107,11 +107,11 @@ def check_windows(model_type: str) -> dict:
     for window in WINDOW_SIZES:
         try:
             config = tiny_config(model_type, window)
-            if config.to_dict() in configs:  # it has no window
+            if config.to_dict() in configs:  # the family has no window
                 continue
             configs.append(config.to_dict())
             rows.append(check_model(model_type, random_model(config)))
-        except Exception as error:  # configurations and models raise errors of many types
+        except Exception as error:  # families raise errors of many types
             rows.append(row_of(model_type, result="not built", reason=described(error)))
         if len(configs) > 1 and rows[-1]["reason"]:
             rows[-1]["reason"] = f"with windows of {window}: {rows[-1]['reason']}"
@@ -175,7 +175,7 @@ def by_lookahead(model: PreTrainedModel, expected: dict[str, list[int]], config:
 
 
 def passes_of(model: PreTrainedModel) -> str:
-    """How its passes are computed on this CPU: "fused", or why not."""
+    """Return "fused", or why passes are not fused on this CPU."""
     report = model.lookahead.report().splitlines()
     why_not = [line.removeprefix(start) for line in report if line.startswith(start := "given up: fused passes: ")]
     return why_not[0] if why_not else report[0].removeprefix("passes: ")
@@ -189,7 +189,7 @@ def described(error: Exception) -> str:
 
 
 def check_into(sender: Connection, model_type: str) -> None:
-    """Send a family's row from a process of its own."""
+    """Check a family, and send its row to the parent process."""
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
@@ -198,9 +198,9 @@ def check_into(sender: Connection, model_type: str) -> None:
 
 
 def check_alone(model_type: str, seconds: float) -> dict:
-    """Check a family in a process of its own, and end the process after ``seconds``."""
+    """Check a family in its own process, which is ended after ``seconds``."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["lookahead.wrapping"])  # the long imports happen once
+    context.set_forkserver_preload(["lookahead.wrapping"])  # slow imports run once
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=check_into, args=(sender, model_type))
     process.start()
@@ -250,9 +250,9 @@ result:
 
 {versions}
 
-The column of passes says whether they are fused on a CPU, or why not.
+The column "passes" says whether they are fused on a CPU, or why not.
 
-Tokens per step are those of the greedy and of the sampled text. A trained model has others.
+Tokens per step are those of the greedy and of the sampled text. They differ for trained models.
 
 {table(columns, cells)}
 """
@@ -264,7 +264,7 @@ Tokens per step are those of the greedy and of the sampled text. A trained model
 @click.option("--seconds", default=120.0, show_default=True, help="Time limit for a family.")
 @click.option("--out", type=cli.OUT, help="Write OUT.md and OUT.json.")
 def main(families, seconds, out) -> None:
-    with ThreadPool() as processors:  # one family each
+    with ThreadPool() as processors:  # a thread for each core
         done = processors.imap(partial(check_alone, seconds=seconds), sorted(families))
         with click.progressbar(done, length=len(families), label="families", file=sys.stderr) as progress:
             rows = list(progress)

@@ -1,12 +1,12 @@
-"""Attack a wrapped model for a long time, and count what it withstood.
+"""Attack a wrapped model for a long time. Report what it withstood.
 
     python scripts/attack.py cases --number 20000      random cases of tests/exactness/test_lossless.py
     python scripts/attack.py interrupts --number 300   interrupted calls, and the calls after them
     python scripts/attack.py cycles --wraps 1000 --calls 10000
     python scripts/attack.py threads --calls 200
 
-Each prints the case that failed and exits with status 1. On two cores, cases takes most of an hour and the others take
-some minutes each. cases needs pytest and hypothesis (extra `test`).
+If a case fails, it is printed, and the exit status is 1. On two cores, `cases` takes most of an hour, the others some
+minutes each. `cases` needs pytest and hypothesis (extra `test`).
 """
 
 import ctypes
@@ -39,8 +39,8 @@ from lookahead.passes import costs
 
 ROOT = Path(__file__).parents[1]
 OURS = [Path(package.__file__).parent for package in (lookahead, ngram_pool)]
-PATIENCE = 120  # seconds; a call that takes longer hangs
-GROWTH = 16 * 2**20  # bytes by which memory may grow in all, after the first tenth of the wraps or calls
+PATIENCE = 120  # seconds; a longer call counts as hanging
+GROWTH = 16 * 2**20  # most bytes by which memory may grow after the first tenth of the wraps or calls
 PROMPTS = [[[5, 6, 7, 8, 5, 6, 7, 8, 5, 6]], [[9, 4, 9, 4, 9]], [[5, 6, 7, 8, 5, 6], [3, 9, 3, 9, 3, 9]]]
 
 
@@ -56,7 +56,7 @@ def texts(model: PreTrainedModel, tokens: int = 24) -> list[list[list[int]]]:
 
 
 def in_thread(call: Callable[[], object]) -> object:
-    """Return what ``call`` returns in a thread of its own. It hangs there if this thread still holds a lock."""
+    """Return the result of ``call``, which runs in another thread. It hangs if this thread still holds a lock."""
     future = Future()
 
     def run() -> None:
@@ -89,9 +89,9 @@ def main() -> None:
 @main.command()
 @click.option("--number", default=20_000, show_default=True)
 @click.option("--processes", default=os.cpu_count(), show_default="one for each core")
-@click.option("--seed", default=0, show_default=True, help="Of the first process; the next ones count up.")
+@click.option("--seed", default=0, show_default=True, help="Of the first process; the next one gets the next number.")
 def cases(number: int, processes: int, seed: int) -> None:
-    """Random architectures, batches, masks, options and settings: the test of tests/exactness/test_lossless.py."""
+    """Random architectures, batches, masks, options and settings, by tests/exactness/test_lossless.py."""
     began = time.perf_counter()
     environment = os.environ | {"LOOKAHEAD_CASES": str(-(-number // processes)), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", "tests/exactness/test_lossless.py", "-k", "test_any_case", "-p",
@@ -107,11 +107,11 @@ def cases(number: int, processes: int, seed: int) -> None:
 
 
 class Stop(BaseException):
-    """An exception thrown into a thread. (A probe may take any Exception for the model's answer.)"""
+    """An exception thrown into a thread. It is no Exception, which a probe would take for the model's refusal."""
 
 
 def interrupted(call: Callable[[], object], delay: float, by_signal: bool) -> str | None:
-    """Interrupt ``call`` after ``delay`` seconds; return our function that it was in, None if it had ended."""
+    """Interrupt ``call`` after ``delay`` seconds. Return our function that was interrupted; None if it had ended."""
     main_thread, ended = threading.main_thread().ident, False
 
     def interrupt() -> None:
@@ -172,19 +172,19 @@ def interrupts(number: int, seed: int) -> None:
         except BaseException as error:
             raise click.ClickException(f"{case}: the next call {error!r}") from error
         demand(right, f"{case}: the next call writes another text")
-        # An automatic budget may rightly be 0 after a pass that happened to take long.
+        # An automatic budget may correctly be 0 after a slow pass.
         guessed = model.lookahead.config.budget == "auto" or model.lookahead.last.accepted.total()
         demand(guessed, f"{case}: the next call accepts no guess")
         if rounds % 10 == 0:
             lookahead.unwrap(model)
             demand(texts(model) == expected[model_seed], f"{case}: the unwrapped model writes another text")
-    click.echo(f"{number} interrupts, and the next call was right after each; they came in")
+    click.echo(f"{number} interrupts; each time, the next call was right. Interrupted functions:")
     for place, count in places.most_common():
         click.echo(f"{count:6d}  {place}")
 
 
 def _held() -> tuple[int, int, int]:
-    """Return this process's bytes of resident memory, its open handles and its threads."""
+    """Return this process's resident memory in bytes, and its numbers of open handles and of threads."""
     gc.collect()
     status = Path("/proc/self/status").read_text()
     resident = int(re.search(r"VmRSS:\s+(\d+) kB", status)[1]) * 1024
@@ -203,14 +203,14 @@ def watched(what: str, number: int, once: Callable[[], None]) -> None:
     figures = f"memory {', '.join(f'{x / 2**20:.1f}' for x in resident)} MiB, handles {handles}, threads {threads}"
     click.echo(f"{number} {what} in {time.perf_counter() - began:.0f} s: {figures}")
     nothing = resident[-1] - resident[0] <= GROWTH and handles[-1] <= handles[0] and threads[-1] <= threads[0]
-    demand(nothing, f"{what} leave something behind")
+    demand(nothing, f"{what} leak memory, handles or threads")
 
 
 @main.command()
 @click.option("--wraps", default=1000, show_default=True)
 @click.option("--calls", default=10_000, show_default=True)
 def cycles(wraps: int, calls: int) -> None:
-    """Wrap, generate and unwrap again and again: memory, handles, threads and parameters stay as they were."""
+    """Wrap, generate and unwrap repeatedly: memory, handles and threads do not grow, parameters do not change."""
     model = llama()
     held = list(model.parameters())
     copies = [parameter.detach().clone() for parameter in held]
@@ -236,7 +236,7 @@ def cycles(wraps: int, calls: int) -> None:
 @click.option("--calls", default=200, show_default=True)
 @click.option("--threads", default=4, show_default=True)
 def threads(calls: int, threads: int) -> None:
-    """Calls from several threads on one model and one pool, first alone, then while another wraps and unwraps."""
+    """Call one model with one pool from several threads, first alone, then while another thread wraps and unwraps."""
     model, pool = llama(), NgramPool(1)
     expected = texts(model)
     wrong, counts, over = [], Counter(), threading.Event()
@@ -264,7 +264,7 @@ def threads(calls: int, threads: int) -> None:
                     wrong.append(f"{name}: {traceback.format_exc()}")
                 time.sleep(0.002)
 
-    for pause, what in ((0, "alone"), (0.1, "while wrapped and unwrapped")):  # there, at some moments nobody decodes
+    for pause, what in ((0, "alone"), (0.1, "while wrapped and unwrapped")):  # the pause leaves moments without calls
         lookahead.wrap(model, pool=pool)
         counts.clear()
         callers = [threading.Thread(target=generate, args=(i, pause), daemon=True) for i in range(threads)]

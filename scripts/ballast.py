@@ -1,8 +1,8 @@
-"""Give a small trained Llama the size, and so the cost, of a big one, without changing what it computes.
+"""Give a small trained Llama the size and the cost of a big one, without changing what it computes.
 
-The speed-up of a way of decoding depends on how often its guesses are accepted, which takes a trained model, and on
-what a pass costs, which takes a big one. A small trained model with ballast is both: it writes the small model's texts
-at the big model's cost. A pass computes with the added weights as with others, and multiplies the results by zero.
+A speed-up depends on how often guesses are accepted, which needs a trained model, and on the cost of a pass, which
+needs a big one. A small trained model with ballast writes its own texts at the big model's cost. A pass computes with
+the added weights as with all others, and multiplies the results by zero.
 
     python scripts/ballast.py --model M --size 80M --out FOLDER
     python scripts/ballast.py --model M --hidden-size 512 --layers 12 --intermediate-size 1408 --out FOLDER
@@ -18,10 +18,10 @@ from transformers import LlamaForCausalLM
 from bench import cli
 from lookahead.tools.loading import load
 
-# Names give the parameters with a tied vocabulary of 4096 and heads of 64. 135M and 360M have SmolLM2's shapes, with
-# wider feed-forward layers in place of its vocabulary. 1B and 8B have the layers of Llama 3, whose 8B has a billion
-# more parameters in its vocabulary. Those that begin with smollm2 are for SmolLM2-135M itself, with its vocabulary of
-# 49152: 360M is the shape of its larger sibling; the others keep its 30 layers, which its siblings of such sizes lack.
+# Names are the numbers of parameters with a tied vocabulary of 4096 and heads of 64. 135M and 360M have SmolLM2's
+# shapes, with wider feed-forward layers instead of its vocabulary. 1B and 8B have the layers of Llama 3, whose 8B has a
+# billion more parameters in its vocabulary. Names that begin with smollm2 are for SmolLM2-135M, with its vocabulary of
+# 49152: 360M has the shape of SmolLM2-360M; the others keep 30 layers.
 SHAPES = {
     "80M": {"hidden_size": 768, "layers": 12, "intermediate_size": 2048, "heads": 12, "kv_heads": 6},
     "135M": {"hidden_size": 576, "layers": 30, "intermediate_size": 2048, "heads": 9, "kv_heads": 3},
@@ -34,9 +34,9 @@ SHAPES = {
 }
 
 LENGTH_FREE = ("default", "linear", "llama3")  # rotary embeddings that do not depend on max_position_embeddings
-WRITERS = ("o_proj", "down_proj")  # their results are added to the hidden state
+WRITERS = ("o_proj", "down_proj")  # projections whose results are added to the hidden state
 PROMPT = "def read_lines(path):\n    with open(path) as file:\n        return [line.rstrip() for line in file]\n\n\n"
-TOLERANCE = 4  # times the trained model's own rounding error
+TOLERANCE = 4  # largest difference, as a multiple of the trained model's own rounding error
 
 
 @torch.no_grad()
@@ -52,28 +52,30 @@ def ballast(
 ) -> LlamaForCausalLM:
     """Return a Llama of the given size that computes the same function as ``model``, on its device and in its dtype.
 
-    heads: default: as many as fill hidden_size. Heads keep their dimension.
-    kv_heads: default: as many heads for each as in ``model``. With fewer heads for each, trained KV heads are repeated.
-    max_position_embeddings: default: the trained number. More is only a promise, because the function stays the same.
+    heads: by default, as many as fill hidden_size. Heads keep their dimension.
+    kv_heads: by default, as many heads for each as in ``model``. With fewer heads for each, trained KV heads are
+    repeated.
+    max_position_embeddings: by default, the trained number. A larger number does not change the function.
     seed: for the random weights.
 
-    Trained layers are spread evenly, with the last at the end, so that no part of the depth is the whole model. Trained
+    Trained layers are spread evenly, the last one at the end, so no part of the layers is the whole model. Trained
     hidden dimensions and feed-forward units come first. The other hidden dimensions are always zero, because the
-    embedding and the rows of o_proj and down_proj that write them are zero. The columns of o_proj and down_proj that
-    read other heads and units are zero too, and in added layers both matrices are. All other new weights are random,
-    with the standard deviation ``config.initializer_range``. Zeros are read and multiplied like other weights, but a
-    GPU at its power limit may clock higher where there are many.
+    embedding and the rows of o_proj and down_proj that write them are zero. Columns of o_proj and down_proj are zero if
+    they read other heads and units; in added layers, both matrices are zero. All other new weights are random, with the
+    standard deviation ``config.initializer_range``. Zeros are read and multiplied like other weights, but with many
+    zeros, a GPU at its power limit may clock higher.
 
-    Added depth leaves logits unchanged, bit for bit. With a greater width, the mean square in a RMSNorm shrinks by
-    old / new. So its eps is scaled by that and its weights by the square root of it, and logits change by rounding
-    only. In bf16 and fp16 the scaled weights are rounded too, unless new / old is a power of four.
+    Added layers do not change logits at all. With a greater width, the mean square in an RMSNorm shrinks by the factor
+    old / new. So eps is multiplied by this factor and the weights by its square root, and logits change only by
+    rounding. In bf16 and fp16, the scaled weights are rounded, too, unless new / old is a power of four.
 
-    Raises ValueError if the model is no Llama, a size is smaller than the trained one, sizes do not divide each other,
-    the KV heads are too few for the trained ones, or the rotary embedding depends on a changed number of positions.
+    Raises ValueError if the model is not a Llama, a size is smaller than the trained one, sizes do not divide each
+    other, the KV heads are too few for the trained ones, or the rotary embedding depends on a changed number of
+    positions.
     """
     if not isinstance(model, LlamaForCausalLM) or model.config.model_type != "llama":
         kind = f"{type(model).__name__} of type {model.config.model_type!r}"
-        raise ValueError(f"model is a {kind}, whose layers are unknown here: give a LlamaForCausalLM")
+        raise ValueError(f"model is a {kind}, whose layers are not supported: give a LlamaForCausalLM")
     trained = model.config
     head_dim, trained_heads, trained_kv = trained.head_dim, trained.num_attention_heads, trained.num_key_value_heads
     trained_group = trained_heads // trained_kv  # heads for each KV head
@@ -110,7 +112,7 @@ def ballast(
         "max_position_embeddings": positions,
         "rms_norm_eps": trained.rms_norm_eps * trained.hidden_size / hidden_size,
     })  # fmt: skip
-    with torch.device("meta"):  # does not allocate or draw weights yet
+    with torch.device("meta"):  # weights are neither allocated nor drawn yet
         big = LlamaForCausalLM(config)
     big.to(model.dtype).to_empty(device=model.device)
     big.tie_weights()
@@ -177,8 +179,8 @@ def _random(parameter: torch.Tensor, generator: torch.Generator, config) -> torc
 def _query_rows(trained_heads: int, trained_group: int, group: int, head_dim: int) -> torch.Tensor:
     """Return the rows of the new q_proj for the rows of the trained one, int64 [trained_heads * head_dim].
 
-    Head j reads KV head j // group. The trained heads of one KV head take as many groups as they need and share none
-    with another KV head's; their KV head is repeated in each group.
+    Head j reads KV head j // group. The trained heads of one KV head fill as many groups as they need, and their KV
+    head is repeated in each. Groups are not shared with heads of other KV heads.
     """
     copies = -(-trained_group // group)
     head = torch.arange(trained_heads)
@@ -189,7 +191,7 @@ def _query_rows(trained_heads: int, trained_group: int, group: int, head_dim: in
 
 @torch.no_grad()
 def departure(model: LlamaForCausalLM, reference: LlamaForCausalLM, ids: torch.Tensor) -> float:
-    """Return the largest difference of two models' logits for ``ids`` [1, n], in standard deviations of reference's."""
+    """Return the largest difference of logits for ``ids`` [1, n], in standard deviations of the reference's logits."""
     theirs = reference(ids, use_cache=False).logits.double()
     ours = model(ids, use_cache=False).logits.double()
     return ((ours - theirs).abs().max() / theirs.std()).item()
@@ -197,7 +199,7 @@ def departure(model: LlamaForCausalLM, reference: LlamaForCausalLM, ids: torch.T
 
 @click.command(help=__doc__.split("\n")[0])
 @click.option("--model", "model_name", metavar="NAME_OR_PATH", help="Trained Llama. Default: the packaged model.")
-@click.option("--size", type=click.Choice(SHAPES), help="A shape; the options below alter or replace it.")
+@click.option("--size", type=click.Choice(SHAPES), help="A shape; the options below change or replace it.")
 @click.option("--hidden-size", type=cli.COUNT)
 @click.option("--layers", type=cli.COUNT)
 @click.option("--intermediate-size", type=cli.COUNT)
@@ -224,12 +226,12 @@ def main(model_name, size, dtype, device, out, **shape) -> None:
     ids = tokenizer(PROMPT, return_tensors="pt").input_ids.to(model.device)
     difference = departure(big, model, ids)
     rounding = departure(model, copy.deepcopy(model).double(), ids)
-    verdict = f"logits differ from the trained model's by {difference:.1e} of their spread, at most; "
-    verdict += f"the trained model's own rounding is {rounding:.1e}"
+    verdict = f"logits differ from the trained model's by at most {difference:.1e} of their spread; "
+    verdict += f"the trained model's own rounding error is {rounding:.1e}"
     if not difference <= TOLERANCE * rounding:
         raise click.ClickException(
-            f"{verdict}. More than {TOLERANCE} times that is not the same function, so nothing was written. Try "
-            "--dtype float32. If that fails too, the model has a feature that this script does not know."
+            f"{verdict}. This is more than {TOLERANCE} times as much, so the function is not the same, and nothing was "
+            "written. Try --dtype float32. If that fails, too, this script does not support a feature of the model."
         )
     click.echo(verdict)
     big.save_pretrained(out)

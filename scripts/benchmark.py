@@ -1,8 +1,8 @@
 """Benchmark lookahead against plain decoding, transformers' speculative methods and other libraries.
 
-A cell is a model, a dtype, a temperature and a context length. For each prompt of a cell the methods run in turn, in an
-order that rotates from prompt to prompt and from repeat to repeat. Texts are compared with those of plain decoding from
-the same seed, the prompt's number. OUT.md, OUT.json and the pictures are rewritten after each cell.
+A cell is a model, a dtype, a temperature and a context length. For each prompt of a cell, the methods run in turn.
+Their order rotates from prompt to prompt and from repeat to repeat. Texts are compared with those of plain decoding
+from the same seed, which is the prompt's number. OUT.md, OUT.json and the pictures are rewritten after each cell.
 
     python scripts/benchmark.py --model M --prompts FILE.jsonl --out OUT
     python scripts/benchmark.py --model M --prompts FILE.jsonl --dtype float32,bfloat16 --temperature 0.6,0 --out OUT
@@ -10,11 +10,11 @@ the same seed, the prompt's number. OUT.md, OUT.json and the pictures are rewrit
     python scripts/benchmark.py --model M --prompts FILE.jsonl --methods plain,auto,llama-plain --peers FOLDER --out OUT
     python scripts/benchmark.py --model M --never-slower --out OUT
 
-Prompts are Spec-Bench's question.jsonl, or any file of its format: one object a line with question_id, category and
-turns, in the model's chat template if it has one. Of several turns, the last is decoded if the object also has replies,
-a text for each turn before it; else the first. Peers are other libraries, on the CPU,
-each in its own Python environment (FOLDER/llama, FOLDER/openvino, ...) behind a worker in scripts/peers. A method
-that fails gets a row with the reason.
+Prompts are Spec-Bench's question.jsonl, or any file of its format: each line is an object with question_id, category
+and turns. They are put into the model's chat template if it has one. If the object also has replies (a text for each
+turn but the last), the last turn is decoded; otherwise the first. Peers are other libraries on the CPU. Each has its
+own Python environment (FOLDER/llama, FOLDER/openvino, ...) and a worker in scripts/peers. A method that fails gets a
+row with the reason.
 """
 
 import importlib.util
@@ -66,8 +66,8 @@ def bytes_of(weight: torch.Tensor) -> int:
 
 
 def bytes_read(model: PreTrainedModel, rows: int = 1) -> float:
-    """Bytes of the weights that a pass of so many rows reads: all but embeddings that are no output layer, and experts
-    that no row chooses. Rows are taken to choose at random, so this is a mean."""
+    """Bytes of the weights that a pass over ``rows`` rows reads: all except experts that no row chooses, and embeddings
+    that are not the output layer, too. This is the mean if rows choose experts at random."""
     chosen = getattr(model.config.get_text_config(decoder=True), "num_experts_per_tok", None)
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     looked_up = {id(module.weight) for module in (*embeddings, model.get_input_embeddings())}
@@ -81,7 +81,7 @@ def bytes_read(model: PreTrainedModel, rows: int = 1) -> float:
 
 
 def reading(model: PreTrainedModel) -> dict:
-    """Return `bytes_read` by a pass of one row, and the seconds that memory takes to read so much in sequence.
+    """Return `bytes_read` of a pass over one row, and the seconds that reading as many bytes in sequence takes.
 
     The time is the best of ten sums over up to 1 GiB of numbers.
     """
@@ -95,9 +95,9 @@ def measure(
     subject: Subject, prompts: list[list[int]], categories: list[str], methods: list[str], options: dict, repeats: int,
     label: str, is_over: Callable[[], bool] = lambda: False,
 ) -> tuple[list[dict], dict[str, str]]:  # fmt: skip
-    """Measure a cell. prompts: token ids, each with its category. methods: plain among them.
+    """Measure a cell. prompts: token ids, each with its category. methods: they include plain.
 
-    is_over: asked before each prompt but the first; once it says so, the rest is left out.
+    is_over: called before each prompt but the first; if it returns True, the rest is left out.
 
     Returns a row for each prompt and method, and the reason for each method that failed, which has no rows.
     Raises what plain decoding raises.
@@ -121,7 +121,7 @@ def measure(
     for method in methods:
         click.echo(f"{label}: warming up {method}", err=True)
         if method == "static-compiled":
-            torch.compiler.reset()  # forget what was compiled for another length
+            torch.compiler.reset()  # forget code compiled for another length
         attempt(0, method, -1)
     rows = []
     with click.progressbar(list(enumerate(prompts)), label=label, file=sys.stderr) as progress:
@@ -178,7 +178,7 @@ def median(values: list[float | None]) -> float | None:
 @cli.repeats
 @cli.limit
 @cli.per_category
-@click.option("--raw", is_flag=True, help="Do not put prompts into the model's chat template.")
+@click.option("--raw", is_flag=True, help="Do not use the model's chat template.")
 @click.option("--assistant", metavar="NAME_OR_PATH", help=f"Draft model for {', '.join(WITH_DRAFT_MODEL)}.")
 @click.option("--peers", type=cli.FOLDER, help="Folder with the environments of other libraries.")
 @click.option("--timeout", default=600.0, show_default=True, type=click.FloatRange(min=0, min_open=True),
@@ -205,7 +205,7 @@ def main(
         (never_slower and (prompts_file or temperatures or contexts != [None] or per_category or raw),
          "--never-slower has its own prompts and temperature: leave out --prompts, --temperature, --contexts, "
          "--per-category and --raw"),
-        (not never_slower and not prompts_file, "give --prompts, or --never-slower, which makes its own"),
+        (not never_slower and not prompts_file, "give --prompts, or --never-slower, which makes its own prompts"),
         (len(set(names)) < len(names), f"two models have the same name: {', '.join(names)}"),
     ):  # fmt: skip
         if wrong:
@@ -220,7 +220,7 @@ def main(
         read = first_of_each(read, per_category) if per_category else read
         texts, categories = list(map(conversation, read)), list(map(category_of, read))
         temperatures, what = temperatures or [0.6, 0.0], prompts_file.name
-    # Read the prompts of all models first, so that an error does not come after hours of measuring.
+    # Read the prompts of all models first, so an error does not come after hours of measuring.
     count = len(categories)
     prompts = {model: tokenized_prompts(model, texts, contexts, count, max_new_tokens, raw) for model in models}
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # exit through the code that ends the peers
@@ -229,7 +229,7 @@ def main(
     out.parent.mkdir(parents=True, exist_ok=True)
     for (model, name), dtype in itertools.product(zip(models, names, strict=True), dtypes):
         with closing(Subject(model, dtype, device, methods, assistant, peers, timeout)) as subject:
-            if int8:  # linear layers, the output layer too, as in llama.cpp's Q8_0
+            if int8:  # linear layers and the output layer, as in llama.cpp's Q8_0
                 from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
                 quantize_(subject.plain, Int8WeightOnlyConfig())

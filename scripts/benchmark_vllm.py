@@ -1,8 +1,8 @@
 """Compare ways to speculate in vLLM on the CPU: none, ngram, suffix trees, lookahead's pool.
 
 Each method has its own engine in the environment FOLDER/vllm, which scripts/peers/install.sh makes. An engine is
-suspended while others run. The methods run in turn, in an order that rotates from repeat to repeat; times are medians.
-A method that remembers earlier prompts is timed twice: after it forgot them, and "again" on the same prompts.
+suspended while others run. The methods run in turn, and their order rotates from repeat to repeat. Times are medians. A
+method that remembers earlier prompts is timed twice: after it has forgotten them, and "again" on the same prompts.
 
     python scripts/benchmark_vllm.py --model M --prompts FILE.jsonl --peers FOLDER --pool code.pool --out results
 """
@@ -24,7 +24,7 @@ from lookahead import DEMO_MODEL
 from lookahead.passes.environment import processor
 from lookahead.tools.prompts import read_prompts
 
-MAX_REQUESTS = 64  # requests that an engine takes at a time
+MAX_REQUESTS = 64  # requests at once
 BUILT = "lookahead, built pool"
 METHODS = {  # (the worker's name for the method, whether it remembers earlier prompts)
     "plain": ("plain", False),
@@ -36,7 +36,7 @@ METHODS = {  # (the worker's name for the method, whether it remembers earlier p
 }
 
 
-MOST_SPREAD = 0.15  # of the rates of a method's repeats, of their median
+MOST_SPREAD = 0.15  # largest spread of a method's rates over repeats, as a share of their median
 
 
 def summarize(runs: dict[tuple, list[dict]], greedy: bool) -> list[dict]:
@@ -67,7 +67,8 @@ def summarize(runs: dict[tuple, list[dict]], greedy: bool) -> list[dict]:
 
 
 def _times_plain(row: dict, plain: dict) -> float | None:
-    """None if the machine was busy: other processes decode here, so only the spread of their repeats says so."""
+    """Return the ratio of rates; None if the machine was busy. Engines are other processes, so only the spread of their
+    repeats shows that."""
     for rates in (row["rates"], plain["rates"]):
         if len(rates) < 2 or max(rates) - min(rates) > MOST_SPREAD * statistics.median(rates):
             return None
@@ -85,7 +86,7 @@ def markdown(rows: list[dict], where: dict, failures: dict[str, str]) -> str:
         for row in rows
     ]  # fmt: skip
     failed = "".join(f"\n\n{method} failed: {reason}" for method, reason in failures.items())
-    note = f"\n\ntimes plain: only where the repeats of both differ by less than {MOST_SPREAD:.0%}."
+    note = f"\n\ntimes plain: only if the repeats of both methods differ by less than {MOST_SPREAD:.0%}."
     return heading(where) + table(columns, cells, "rlrrrrrrr") + note + failed + "\n"
 
 
@@ -125,7 +126,7 @@ def main(
     runs: dict[tuple[int, str], list[dict]] = {}
 
     def ask(concurrency: int, method: str, repeat: int) -> list[dict] | None:
-        """Return an answer after the method forgot and, if it remembers, another one."""
+        """Return an answer after the method has forgotten earlier prompts; if it remembers them, also a second one."""
         progress.update(1)
         if method in failures:
             return None

@@ -1,11 +1,11 @@
-"""Run real clients of a model, wrapped and not: both runs must give the same, to the last bit.
+"""Run real clients of a model with and without a wrap: both runs must give the same results, to the last bit.
 
     PYTHON=python3.11 sh scripts/peers/install.sh .peers clients
     .peers/clients/bin/python scripts/clients.py [NAME ...]
 
-Each client is a function. It runs twice: with a `wrap` that does nothing, then with `lookahead.wrap`. The two results
-are compared, and every wrapped model must have decoded by lookahead. The exit status is 1 if anything differs or a
-client is not installed. No model or data set is downloaded.
+Each client is a function, which runs twice: with a `wrap` that does nothing, then with `lookahead.wrap`. The two
+results are compared, and every wrapped model must have decoded by lookahead. The exit status is 1 if anything differs
+or a client is not installed. No model or data set is downloaded.
 """
 
 import copy
@@ -35,7 +35,7 @@ from bench.pages import table
 from bench.tiny_models import llama
 from lookahead import LookaheadConfig
 
-CONFIG = LookaheadConfig(budget=12, window_size=4, ngram_size=3)  # fixed, so that no time goes into measuring steps
+CONFIG = LookaheadConfig(budget=12, window_size=4, ngram_size=3)  # a fixed budget, so no step costs are measured
 PROMPT = "def read_lines(path):\n    with open(path) as file:\n"
 IDS = torch.tensor([[5, 6, 7, 8, 9, 5, 6, 7, 8, 9, 5, 6]])
 TRAINING_IDS = torch.arange(40).reshape(2, 20) + 100
@@ -45,7 +45,7 @@ CLIENTS: dict[str, tuple[str, Callable[[Wrap], object]]] = {}
 
 
 def client(package: str) -> Callable:
-    """Register a function, by its name, as a client of ``package``. Its docstring says what is compared."""
+    """Register a function by its name as a client of ``package``. Its docstring says what is compared."""
 
     def register(function: Callable[[Wrap], object]) -> Callable[[Wrap], object]:
         CLIENTS[function.__name__] = package, function
@@ -85,7 +85,7 @@ def same_objects(held: list, model: PreTrainedModel) -> list[bool]:
 
 
 def step(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> dict:
-    """Make one training step; return its loss and gradients."""
+    """Make a training step; return its loss and gradients."""
     model.train()
     optimizer.zero_grad()
     loss = model(input_ids=TRAINING_IDS, labels=TRAINING_IDS).loss
@@ -115,7 +115,7 @@ def trl_grpo(wrap: Wrap) -> object:
         settings = GRPOConfig(
             folder, max_steps=2, per_device_train_batch_size=4, num_generations=4, max_completion_length=12,
             learning_rate=1e-3, use_cpu=True, report_to=[], save_strategy="no", logging_steps=1, bf16=False,
-            # This rule may look at the whole batch, so sequences go in step and draw the same as unwrapped.
+            # This rule may depend on the whole batch, so sequences advance together and draw as in plain decoding.
             generation_kwargs={"top_h": 0.99},
         )  # fmt: skip
         prompts = Dataset.from_list([{"prompt": PROMPT}, {"prompt": "import os\n"}] * 4)
@@ -449,7 +449,7 @@ def smolagents_model(wrap: Wrap) -> object:
 
 
 def differences(plain: object, wrapped: object, place: str = "") -> Iterator[str]:
-    """List where two results differ; they may be nested."""
+    """List the differences of two results, which may be nested."""
     if isinstance(plain, dict) and isinstance(wrapped, dict) and plain.keys() == wrapped.keys():
         for key in plain:
             yield from differences(plain[key], wrapped[key], f"{place}[{key!r}]")
@@ -466,7 +466,7 @@ def differences(plain: object, wrapped: object, place: str = "") -> Iterator[str
 
 
 def tried(run: Callable[[Wrap], object]) -> str:
-    """Run a client both ways; return "equal", or what differs, or what was raised."""
+    """Run a client both ways; return "equal", or the difference, or the error."""
     engines = []
 
     def wrap(model: PreTrainedModel) -> PreTrainedModel:

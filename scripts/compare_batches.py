@@ -1,9 +1,10 @@
 """Compare lookahead with plain decoding on batches of several sizes.
 
-Prompts are in Spec-Bench's JSONL format. They are batched in their order, with padding to the left. For each batch the
-methods run in turn, in an order that rotates from repeat to repeat; the time of a method is the median of its repeats.
-A call of one token for each prompt is timed in the same way, and says what the prompts take.
-Greedy texts are compared with plain decoding of the batch and of each prompt alone; sampled texts are other draws.
+Prompts are in Spec-Bench's JSONL format. They are batched in their order, with padding to the left. For each batch, the
+methods run in turn, and their order rotates from repeat to repeat. The time of a method is the median of its repeats. A
+call of one token is timed in the same way, to separate the prefill.
+Greedy texts are compared with plain decoding of the batch and of each prompt alone. Sampled texts are not compared,
+because their draws differ.
 
     python scripts/compare_batches.py --model M --prompts FILE.jsonl --sizes 1,2,4,8
 """
@@ -32,12 +33,12 @@ METHODS = ("plain", "fresh pool", "shared pool")
 
 @contextmanager
 def watch_caches(model: PreTrainedModel) -> Iterator[list[int]]:
-    """List the bytes of the cache in each pass of the model, whether in use or not."""
+    """List the bytes of the cache in each pass of the model, unused room included."""
     sizes = []
 
     def look(model, args, kwargs, output) -> None:
         cache = kwargs.get(CACHE)
-        if cache is not None:  # the passes that try the model out have none
+        if cache is not None:  # some passes of the probe have none
             tensors = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values) if tensor is not None]
             storages = {storage.data_ptr(): storage for storage in (tensor.untyped_storage() for tensor in tensors)}
             sizes.append(sum(storage.nbytes() for storage in storages.values()))
@@ -89,13 +90,13 @@ def main(
     def run(
         inputs: BatchEncoding, seed: int, pools: list[NgramPool | None], method: str, repeat: int = 0, **others: int
     ) -> dict:
-        """Call a method. pools: the shared pool of each repeat. others: options in place of the usual ones."""
+        """Call a method. pools: the shared pool of each repeat. others: options that replace the usual ones."""
         if method != "plain":
             lookahead.wrap(wrapped, pool=pools[repeat] if method == "shared pool" else NgramPool())
         texts, seconds = timed(model if method == "plain" else wrapped, inputs, options | others, seed)
         return {"texts": texts, "seconds": seconds, "stats": None if method == "plain" else wrapped.lookahead.last}
 
-    run(encode(texts[:1]), 0, [], "fresh pool")  # measures step costs, on a cache that must not count
+    run(encode(texts[:1]), 0, [], "fresh pool")  # measures step costs, whose caches must not count
     alone = []
     if not temperature:
         with click.progressbar(texts, label="each alone", file=sys.stderr) as progress:
@@ -103,12 +104,12 @@ def main(
     rows = []
     for size in sizes:
         batches = [texts[begin : begin + size] for begin in range(0, len(texts), size)]
-        shared = [NgramPool() for _ in range(repeats)]  # in each repeat, it has seen the earlier batches once
+        shared = [NgramPool() for _ in range(repeats)]  # one for each repeat, which sees each batch once
         totals = {
             m: {"seconds": 0.0, "prompts": 0.0, "tokens": 0, "identical": 0, "stats": lookahead.Stats()}
             for m in METHODS
         }
-        for method in METHODS:  # warm up, and look at the memory, because that takes time
+        for method in METHODS:  # warm up, and measure memory, which would disturb the timed calls
             with watch_caches(model) as caches:
                 run(encode(batches[0]), 0, [None], method)
             totals[method]["cache"] = max(caches, default=0)

@@ -1,8 +1,8 @@
-"""Compare the texts that steps with different numbers of guesses write. Where a pass is one call, they are the same.
+"""Compare texts written with different numbers of guesses. With fused passes, they are the same.
 
-Each prompt is decoded without guesses and with each of `--guesses`, by a fresh pool, from the same seed; then all of
-them, `--at-once`, in passes over several texts, and in two threads. Exits with status 1 if a text differs from the one
-without guesses; the page names the prompts.
+Each prompt is decoded without guesses and with each of `--guesses`, with a fresh pool and from the same seed. Then all
+prompts are decoded in passes over several texts (`--at-once`), and in two threads. The exit status is 1 if a text
+differs from the one without guesses; the page names the prompts.
 
     python scripts/compare_budgets.py --model M --prompts FILE.jsonl --dtype bfloat16 --out OUT
 """
@@ -27,13 +27,13 @@ from lookahead.tools.prompts import read_prompts
 
 
 def engine_of(guesses: int | str) -> Lookahead:
-    """Without guesses, there is no window either."""
+    """Return an engine with this budget; without guesses, it has no window, either."""
     config = LookaheadConfig(budget=guesses, **({"window_size": 0} if guesses == 0 else {}))
     return Lookahead(config, NgramPool(config.pool_memory_mb))
 
 
 def written_at_once(model: PreTrainedModel, prompts: list[list[int]], options: dict, most: int) -> list[list[int]]:
-    """Return what a wrapped model writes after each prompt, when up to ``most`` texts share passes. Seeds: 0, 1, ..."""
+    """Return a wrapped model's texts if up to ``most`` of them share passes. Seeds are 0, 1, ..."""
     sequences, futures = Sequences(model), list[Future]()
     while len(futures) < len(prompts) or len(sequences):
         while len(futures) < len(prompts) and len(sequences) < most:
@@ -44,7 +44,7 @@ def written_at_once(model: PreTrainedModel, prompts: list[list[int]], options: d
 
 
 def written_in_threads(model: PreTrainedModel, prompts: list[list[int]], options: dict) -> list[list[int]]:
-    """The same in two threads, each of which decodes one text at a time."""
+    """Return the texts of two threads, each of which decodes one text at a time."""
     halves = [list(range(len(prompts)))[begin::2] for begin in (0, 1)]
 
     def write(numbers: list[int]) -> dict[int, list[int]]:
@@ -64,7 +64,7 @@ def written_in_threads(model: PreTrainedModel, prompts: list[list[int]], options
 def compare(
     model: PreTrainedModel, prompts: list[list[int]], options: dict, guesses: list[int | str], at_once: int
 ) -> list[dict]:
-    """Return, for each number of guesses, the numbers of the prompts whose texts differ, and all steps."""
+    """Return, for each number of guesses, the prompts whose texts differ, and the number of steps."""
     engines = {budget: engine_of(budget) for budget in dict.fromkeys([0, *guesses])}
     differ: dict[int | str, list[int]] = {budget: [] for budget in engines}
     steps = dict.fromkeys(engines, 0)
@@ -77,7 +77,7 @@ def compare(
                 engine.pool = NgramPool(engine.config.pool_memory_mb)
                 (texts[budget],), _ = timed_by(engine, model, as_inputs(ids, model.device), options, seed)
                 if engine.last.plain:
-                    raise click.ClickException(f"plain decoding took a call: {engine.last.plain}")
+                    raise click.ClickException(f"the model's own decoding took over: {engine.last.plain}")
                 steps[budget] += engine.last.steps
                 differ[budget] += [seed] * (texts[budget] != texts[0])
             without.append(texts[0])
@@ -116,8 +116,7 @@ def page(where: dict, results: list[dict]) -> str:
 @cli.dtype
 @cli.temperatures
 @cli.new_tokens
-@click.option("--guesses", default="4,16,64,auto", type=cli.ListOf(cli.WholeOr("auto", least=1)), show_default=True,
-              help="In each step. One or several numbers, or auto.")  # fmt: skip
+@cli.guesses("4,16,64,auto")
 @click.option("--at-once", type=cli.COUNT, default=8, show_default=True, help="Texts that share passes.")
 @click.option("--out", type=cli.OUT, required=True, help="Write OUT.md and OUT.json.")
 def main(model_name, prompts_file, limit, dtype, temperatures, max_new_tokens, guesses, at_once, out) -> None:

@@ -1,6 +1,6 @@
-"""Compare passes of answers that must keep to a JSON schema, with and without guesses of what the schema forces.
+"""Compare the passes of answers in a JSON schema, with and without guesses of the tokens that the schema forces.
 
-Each prompt asks for the same facts about a text, and is answered greedily and sampled, by a pool that is kept over all
+Each prompt asks for the same facts about a text. Answers are greedy and sampled, with a pool that is kept over all
 prompts. Texts must be the same both ways. An answer is valid if it is JSON with the fields of the schema.
 
     python scripts/compare_formats.py --model M --prompts FILE.jsonl --dtype bfloat16 --out OUT
@@ -39,13 +39,13 @@ SCHEMA = {
     "additionalProperties": False,
 }
 ASK = "Describe this request as JSON with the fields " + ", ".join(SCHEMA["properties"]) + ".\n\n"
-MOST = 200  # tokens of an answer
+MOST = 200  # most tokens of an answer
 
 
 def answers(
     model: PreTrainedModel, grammars: Grammars, prompts: list[list[int]], temperature: float, guesses: bool
 ) -> tuple[list[list[int]], dict]:
-    """Return the tokens of each answer, and what all of them took."""
+    """Return the tokens of each answer, and the passes and time of all of them."""
     wrap(model, pool=NgramPool(16))
     sampling = {"do_sample": temperature > 0} | ({"temperature": temperature} if temperature else {})
     sequences, texts, began = Sequences(model), [], time.perf_counter()

@@ -1,14 +1,14 @@
 """Compare `lookahead serve`, llama.cpp's `llama-server` and `transformers serve`, part by part.
 
-turns        first text of five turns of a chat whose first message has 3,000 tokens
-clients      tokens a second and first text, with 1, 4 and 8 clients
-tools        a loop of 20 turns with calls of a tool; the same texts with earlier texts in the cache and without
-schemas      100 answers by a JSON schema; passes, also without guesses of what the schema forces
-predictions  passes for edited copies of code, with and without `prediction` (lookahead alone)
+turns        time to first text in five turns of a chat, whose first message has 3,000 tokens
+clients      tokens a second and time to first text, with 1, 4 and 8 clients
+tools        a loop of 20 turns with tool calls; texts must be the same with and without earlier texts in the cache
+schemas      100 answers in a JSON schema; passes, also without guesses of the tokens that the schema forces
+predictions  passes for edited copies of code, with and without `prediction` (only lookahead)
 
-All servers run at once, and are asked by turns, so that what the machine does meanwhile falls on each. Answers are
-greedy; their tokens are counted by the model's tokenizer. What a server has read in an earlier round begins otherwise.
-With --no-times, pages hold only what a busy machine leaves alone.
+All servers run at once and are asked in turn, so other load affects all of them. Answers are greedy; their tokens are
+counted by the model's tokenizer. Prompts of different rounds begin differently, so no server has cached them. With
+--no-times, pages have only figures that do not depend on time.
 
     pip install ".[serve]" "transformers[serving]" && sh scripts/peers/install.sh DIR llama
     python scripts/compare_servers.py PART --model M --llama DIR --out OUT
@@ -48,16 +48,16 @@ from lookahead.tools.prompts import read_prompts
 
 ROOT = Path(__file__).resolve().parents[1]
 PEERS = Path(__file__).with_name("peers")
-SLOTS, POSITIONS = 8, 4096  # of llama-server, and tokens of each
-PATIENCE = 300  # seconds until it has loaded
-FIXED = ("--budget", "16", "--window-size", "0")  # so that passes follow from no measured cost
-TURNS = 20  # with tools
+SLOTS, POSITIONS = 8, 4096  # slots of llama-server, and tokens of each
+PATIENCE = 300  # seconds to load the model
+FIXED = ("--budget", "16", "--window-size", "0")  # so that passes do not depend on measured costs
+TURNS = 20  # in the part `tools`
 CONVERT = (
     "import sys; from pathlib import Path; from llama_worker import convert; "
     "print(convert(Path(sys.argv[1]), sys.argv[2]))"
 )
 TYPES = {"float32": "f32", "bfloat16": "bf16"}
-# In the form of Hermes, for models whose own template knows no tools.
+# Hermes' format, for models whose own template has no tools.
 WITH_TOOLS = """{%- if tools %}<|im_start|>system
 You may call functions: <tools>{% for tool in tools %}{{ tool | tojson }}{% endfor %}</tools>
 Answer with <tool_call>
@@ -91,9 +91,9 @@ class Said(NamedTuple):
 
 @contextmanager
 def llama_server(folder: Path, model: str, dtype: str, threads: int) -> Iterator[str]:
-    """Run llama.cpp's server, as scripts/peers/install.sh has built it in ``folder``; yield its address."""
+    """Run llama.cpp's server, which scripts/peers/install.sh has built in ``folder``; yield its address."""
     python, server = folder / "llama/bin/python", folder / "llama/build/bin/llama-server"
-    converted = subprocess.run(  # in another folder, so no path may be relative
+    converted = subprocess.run(  # in another folder, so paths must be absolute
         [python, "-c", CONVERT, model, TYPES[dtype]], cwd=PEERS, check=True, stdout=subprocess.PIPE, text=True
     )
     with socket.socket() as free:
@@ -112,7 +112,7 @@ def llama_server(folder: Path, model: str, dtype: str, threads: int) -> Iterator
             end, address = time.monotonic() + PATIENCE, f"http://127.0.0.1:{port}"
             while not is_healthy(address):
                 if process.poll() is not None or time.monotonic() > end:
-                    raise click.ClickException(f"llama-server has not begun: {Path(said.name).read_text()[-500:]}")
+                    raise click.ClickException(f"llama-server did not start: {Path(said.name).read_text()[-500:]}")
                 time.sleep(0.1)
             yield address
         finally:
@@ -131,13 +131,13 @@ def is_healthy(address: str) -> bool:
 def all_running(
     names: list[str], model: str, dtype: str, llama: Path | None, threads: int, fixed: bool
 ) -> Iterator[list[Server]]:
-    """fixed: whether budgets of lookahead are."""
+    """Run these servers; yield them. fixed: whether lookahead has a fixed budget."""
     with ExitStack() as stack:
         servers = []
         for name in names:
             if name == "llama.cpp":
                 if llama is None:
-                    raise click.ClickException("--llama must name the folder of llama.cpp, or --servers leave it out")
+                    raise click.ClickException("give --llama, the folder of llama.cpp, or leave llama out of --servers")
                 address = stack.enter_context(llama_server(llama, model, dtype, threads))
             else:
                 more = FIXED if fixed and has_passes(name) else ()
@@ -148,14 +148,14 @@ def all_running(
 
 
 class Asks:
-    """Asks servers, and measures their answers."""
+    """Sends requests to servers, and measures their answers."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self._tokenizer = tokenizer
 
     def __call__(self, server: Server, messages: list[dict], most: int, **more: Any) -> Said:
         extra = {}
-        if server.name.startswith("transformers"):  # it samples as the model's settings say, unless it is told so
+        if server.name.startswith("transformers"):  # otherwise it would sample if the model's settings say so
             extra = {"generation_config": json.dumps({"max_new_tokens": most, "do_sample": False})}
         elif "prediction" in more:
             extra = {"prediction": more.pop("prediction")}
@@ -184,11 +184,11 @@ class Asks:
 
 
 def share(values: list[float], of: float) -> float:
-    """The value below which a share of all lies."""
+    """Return a quantile. of: the share of values below it."""
     return sorted(values)[min(int(of * len(values)), len(values) - 1)]
 
 
-# -- parts: each takes servers, what asks them, and the command's options, and returns columns and rows ----------------
+# -- parts: each takes the servers, an `Asks` and the command's options, and returns columns and rows ------------------
 
 
 def turns(servers: list[Server], ask: Asks, options: dict) -> tuple[list[str], list[list]]:
@@ -237,12 +237,12 @@ def clients(servers: list[Server], ask: Asks, options: dict) -> tuple[list[str],
 
 
 def tools(servers: list[Server], ask: Asks, options: dict) -> tuple[list[str], list[list]]:
-    """Where a server can enforce a call, each turn makes one; the others say what they like.
+    """If a server can enforce tool calls, each turn makes one; other servers may answer with text.
 
-    What lookahead writes with earlier texts and without must be the same, call for call.
+    lookahead's texts and calls must be the same with and without earlier texts in the cache.
     """
     found: dict[str, list[tuple[float, int, int]]] = {}
-    written: dict[int, tuple[str, list[dict]]] = {}  # of each round: a server that has passes, and its conversation
+    written: dict[int, tuple[str, list[dict]]] = {}  # by round: a server of lookahead, and its messages
     for number in range(options["rounds"]):
         for server in servers:
             messages: list[dict] = [{"role": "user", "content": f"({number}) Look up twenty words about bread."}]
@@ -267,7 +267,7 @@ def tools(servers: list[Server], ask: Asks, options: dict) -> tuple[list[str], l
 
 
 def check_same(first: str, expected: list[dict], name: str, found: list[dict]) -> None:
-    """Raise ClickException, which shows the conversation so far, unless both have the same texts and calls."""
+    """Raise ClickException, with the conversation so far, unless both have the same texts and calls."""
 
     def said(message: dict) -> tuple:
         return message["content"], [call["function"] for call in message.get("tool_calls", ())]
@@ -290,7 +290,7 @@ def schemas(servers: list[Server], ask: Asks, options: dict) -> tuple[list[str],
     for i in range(options["answers"]):
         messages = [{"role": "user", "content": f"({i}) {ASK}{prompts[i % len(prompts)]}"}]
         for server in servers:
-            more = {} if server.name.startswith("transformers") else {"response_format": how}  # which it passes over
+            more = {} if server.name.startswith("transformers") else {"response_format": how}  # which it ignores
             found[server.name].append(ask(server, messages, 200, **more))
     passes = {server.name: passes_of(server) - before[server.name] for server in servers if server.name in before}
     if len({tuple(one.message["content"] for one in found[name]) for name in before}) > 1:
@@ -304,7 +304,7 @@ def schemas(servers: list[Server], ask: Asks, options: dict) -> tuple[list[str],
 
 
 def predictions(servers: list[Server], ask: Asks, options: dict) -> tuple[list[str], list[list]]:
-    """Each in a server that is begun anew, for a pool knows what it has written before."""
+    """Each in a new server, because a pool learns from earlier answers."""
     trees = [ast.parse(path.read_text(encoding="utf-8")) for path in sorted((ROOT / "lookahead").rglob("*.py"))]
     functions = [
         ast.unparse(node)
@@ -333,7 +333,7 @@ def predictions(servers: list[Server], ask: Asks, options: dict) -> tuple[list[s
 
 
 def has_passes(name: str) -> bool:
-    """Whether a server tells its passes."""
+    """Whether a server reports its passes, as lookahead's do."""
     return name.startswith("lookahead")
 
 
@@ -346,7 +346,7 @@ PARTS: dict[str, Callable] = {one.__name__: one for one in (turns, clients, tool
 
 
 def with_tools(model: Path, folder: Path) -> Path:
-    """Make a folder of the same model whose chat template knows tools; return the model's own if it does."""
+    """Return a folder of the same model whose chat template has tools: the model's own, or a new one."""
     own = AutoTokenizer.from_pretrained(model)
     if "tools" in str(own.chat_template):
         return model
@@ -365,17 +365,17 @@ def with_tools(model: Path, folder: Path) -> Path:
 @click.argument("part", type=click.Choice(list(PARTS)))
 @click.option("--model", "model", required=True, type=cli.FOLDER, help="A folder of a chat model.")
 @cli.dtype
-@click.option("--llama", type=cli.FOLDER, metavar="DIR", help="Where scripts/peers/install.sh has built llama.cpp.")
+@click.option("--llama", type=cli.FOLDER, metavar="DIR", help="llama.cpp, built by scripts/peers/install.sh.")
 @click.option("--servers", default="lookahead;llama.cpp;transformers", show_default=True,
               type=cli.ListOf(click.Choice([*SERVERS, "llama.cpp"]), ";"))  # fmt: skip
-@click.option("--prompts", "prompts_file", type=cli.FILE, help="Of clients and schemas, in Spec-Bench's JSONL format.")
+@click.option("--prompts", "prompts_file", type=cli.FILE, help="For clients and schemas, in Spec-Bench's JSONL format.")
 @cli.limit
 @click.option("--history", type=cli.FILE, default=ROOT / "docs/design.md", help="Text of the first turn.")
-@click.option("--tokens", default=3000, show_default=True, type=cli.COUNT, help="Of the history.")
-@click.option("--rounds", default=3, show_default=True, type=cli.COUNT, help="Of all but schemas.")
-@click.option("--answers", default=100, show_default=True, type=cli.COUNT, help="Of schemas and predictions.")
+@click.option("--tokens", default=3000, show_default=True, type=cli.COUNT, help="Tokens of the history.")
+@click.option("--rounds", default=3, show_default=True, type=cli.COUNT, help="Rounds of all parts but schemas.")
+@click.option("--answers", default=100, show_default=True, type=cli.COUNT, help="Answers of schemas and predictions.")
 @click.option("--max-new-tokens", "most", default=64, show_default=True, type=cli.COUNT)
-@click.option("--no-times", is_flag=True, help="Leave times out, and let no budget follow from them.")
+@click.option("--no-times", is_flag=True, help="Leave times out, and use a fixed budget.")
 @click.option("--out", type=cli.OUT, metavar="OUT", help="Write OUT.md and OUT.json.")
 def main(
     part: str, model: Path, dtype: str, llama: Path | None, servers: list[str], out: Path | None, **options
@@ -391,7 +391,7 @@ def main(
         with all_running(
             names, str(served), dtype, llama and llama.absolute(), threads, options["no_times"]
         ) as running_ones:
-            for server in running_ones:  # which load and measure
+            for server in running_ones:  # warm up: they load the model and measure
                 ask(server, [{"role": "user", "content": "Say hello."}], 16)
             columns, rows = PARTS[part](running_ones, ask, options)
     if options["no_times"]:

@@ -1,8 +1,8 @@
 """Compare sources of guesses, alone and together, by tokens per step and by time.
 
-The n-gram pool runs alone, with a fresh pool for each prompt, with one that begins with the model's bigrams if
-`lookahead tune --bigrams` has kept them, and with one pool kept over all prompts; each other source runs alone and
-beside a fresh pool; several run all together, too. For each prompt they run in turn, in an order that rotates from
+The n-gram pool runs alone in up to three ways: a fresh pool for each prompt, a fresh pool with the model's bigrams (if
+`lookahead tune --bigrams` has stored them), and one pool for all prompts. Each other source runs alone and with a fresh
+pool. If there are several, they also run all together. For each prompt, they run in turn; their order rotates from
 prompt to prompt. Chat models get prompts in their chat template. The seed is the prompt's number.
 
     python scripts/compare_sources.py --model M --prompts FILE.jsonl --heads FOLDER --heads FOLDER --out OUT
@@ -54,7 +54,8 @@ COLUMNS = (
 
 
 def heads_of(model: PreTrainedModel, folder: Path) -> GuessSource:
-    """Raises ClickException if the folder holds heads of neither kind, or of another model."""
+    """Return the source for a folder of heads. Raises ClickException if they are of neither kind, or of another
+    model."""
     errors = []
     for kind in (EagleSource, MedusaSource):
         try:
@@ -65,15 +66,15 @@ def heads_of(model: PreTrainedModel, folder: Path) -> GuessSource:
 
 
 class Row:
-    """Some sources of guesses, and what they did.
+    """Some sources of guesses, and their results.
 
-    As with a model that stays wrapped, what is known of the sources' worth is kept from prompt to prompt.
+    As in a model that stays wrapped, measurements of the sources are kept from prompt to prompt.
     """
 
     def __init__(
         self, sources: list[GuessSource], guesses: int | str, pool_of: Callable[[LookaheadConfig], NgramPool] | None
     ):
-        """pool_of: makes the pool of each prompt; None if one is kept over all prompts."""
+        """pool_of: makes a pool for each prompt; None: one pool for all prompts."""
         config, self._pool_of = LookaheadConfig(budget=guesses), pool_of
         self.engine = Lookahead(config, NgramPool(config.pool_memory_mb), sources)
         self.total, self.seconds, self.equal = lookahead.Stats(), [], 0
@@ -107,7 +108,7 @@ def rows_of(model: PreTrainedModel, others: dict[str, GuessSource], guesses: int
 def measure(
     model: PreTrainedModel, prompts: list[list[int]], options: dict, others: dict[str, GuessSource], guesses: list
 ) -> list[dict]:
-    """Decode all prompts with each row of sources and each number of guesses; return a result for each of them."""
+    """Decode all prompts with each row of sources and each number of guesses; return a result for each combination."""
     rows = {(budget, name): row for budget in guesses for name, row in rows_of(model, others, budget).items()}
     plain_seconds: list[float] = []
     wrapped = twin_of(model)
@@ -172,9 +173,9 @@ def page(where: dict, results: list[dict]) -> str:
         ]  # fmt: skip
         parts.append(table(list(COLUMNS), cells, "lrrrrrrrrr"))
     parts.append(
-        "Times contain the prompt. x plain and x pool: the sum of the times per token of plain decoding, or of the "
-        "fresh pool,\nby that row's. asked: share of the steps in which the sources other than the pool were asked. "
-        "passes/step: those\nof their own models or heads."
+        "Times include the prompt. x plain and x pool: the sum of the times per token of plain decoding, or of the "
+        "fresh pool,\ndivided by this row's. asked: share of the steps that asked the sources other than the pool. "
+        "passes/step: those\nof the sources' own models or heads."
     )
     return "\n\n".join(parts) + "\n"
 
@@ -183,7 +184,7 @@ def page(where: dict, results: list[dict]) -> str:
 @cli.model
 @click.option("--heads", type=cli.FOLDER, multiple=True, help="Folder of trained heads. May be repeated.")
 @click.option("--draft", metavar="NAME_OR_PATH", help="Draft model.")
-@click.option("--files", type=cli.FOLDER, help="Folder of .txt files to look up what follows.")
+@click.option("--files", type=cli.FOLDER, help="Folder of .txt files for RetrievalSource.")
 @click.option("--layer-skip", is_flag=True, help="Draft with the layers that `lookahead tune --layer-skip` found.")
 @click.option("--mtp", is_flag=True, help="The checkpoint's own multi-token-prediction layers.")
 @click.option("--published", is_flag=True, help="Token Recycling, RACER and Goose (scripts/bench/recycling.py).")
@@ -193,8 +194,7 @@ def page(where: dict, results: list[dict]) -> str:
 @cli.dtype
 @cli.temperatures
 @cli.new_tokens
-@click.option("--guesses", default="16", type=cli.ListOf(cli.WholeOr("auto", least=1)), show_default=True,
-              help="In each step. One or several numbers, or auto.")  # fmt: skip
+@cli.guesses("16")
 @click.option("--out", type=cli.OUT, required=True, help="Write OUT.md and OUT.json.")
 def main(
     model_name, heads, draft, files, layer_skip, mtp, published, prompts_file, limit, per_category, dtype, temperatures,

@@ -1,15 +1,14 @@
-"""Compare trees with chains in models whose layers keep a state: tokens a step, and what passes of several rows cost.
+"""Compare trees with chains in models whose layers keep a state: tokens a step, and the cost of passes.
 
-Small random models write the same texts in both ways. Larger ones, of the shapes of published models, are timed alone.
-Passes are one call each, of weights as they are, or the model's own code, by trees and by chains. A chain that is not
-accepted whole restores its states; that is not in these times.
+Small random models write the same texts in both ways. Larger models, in published shapes, are only timed: fused passes
+with unpacked weights, and the model's own code, with trees and with chains. If a chain is not accepted completely, the
+states are restored; these times do not include that.
 
     python scripts/compare_trees.py --out OUT
 """
 
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
@@ -21,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 import lookahead
 from bench import cli
 from bench.pages import command_line, heading, show_results, table
+from bench.timing import waited
 from bench.tiny_models import random_model, tiny_config
 from lookahead import LookaheadConfig
 from lookahead.cpu import products
@@ -61,16 +61,16 @@ SHAPES = {
 
 @contextmanager
 def chains_alone(model: PreTrainedModel) -> Iterator[None]:
-    """Let the model's states be restored, as if their layers could not branch."""
+    """In this block, states are restored, as if the layers could not branch."""
     chains = patch.object(branching, "why_not", lambda model: "chains are asked for")
-    with chains, patch.object(verdicts, "path_of", lambda *args: None):  # what is known of it is not asked for
+    with chains, patch.object(verdicts, "path_of", lambda *args: None):  # stored verdicts are not used
         capabilities._found.pop(model)
         yield
     capabilities._found.pop(model)
 
 
 def tokens_per_step(model: PreTrainedModel, guesses: int, options: dict, texts: list[list[int]]) -> float:
-    """Write four texts, which are added to ``texts`` if it holds none. Raises RuntimeError if one differs from it."""
+    """Write four texts. Add them to ``texts`` if it is empty; otherwise raise RuntimeError if one differs."""
     lookahead.wrap(model, LookaheadConfig(budget=guesses, window_size=0))
     try:
         for seed in range(4):
@@ -106,10 +106,11 @@ def shaped(settings: dict, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def time_rows(model: PreTrainedModel, name: str, seconds: float) -> dict:
-    """Milliseconds of passes with our kernels, and of reading all weights once."""
+    """Return the milliseconds of passes with our kernels, and of reading all weights once."""
     weights = [p for p in model.parameters() if p is not model.get_input_embeddings().weight]
     weights.append(model.get_output_embeddings().weight)
-    reading = min(_seconds(lambda: [w.detach().flatten().view(torch.int16).max() for w in weights]) for _ in range(3))
+    read = lambda: [weight.detach().flatten().view(torch.int16).max() for weight in weights]  # noqa: E731
+    reading = min(waited(read, model.device) for _ in range(3))
     row: dict = {"shape": name, "reading": reading * 1e3}
     products.install(model)
     with chains_alone(model):
@@ -118,17 +119,11 @@ def time_rows(model: PreTrainedModel, name: str, seconds: float) -> dict:
     adapter = capabilities.find_adapter(model)
     fused = capabilities.fused_runner(model, adapter)
     if isinstance(fused, str):
-        raise click.ClickException(f"{name} has no passes of one call: {fused}")
+        raise click.ClickException(f"passes of {name} are not fused: {fused}")
     for way, runner in ("one call", fused), ("tree", EagerRunner(model, adapter)), ("chain", chains):
         times = time_passes(runner, [(rows, 0) for rows in ROWS], seconds)
         row |= {f"{way}, {rows}": times[rows, 0] * 1e3 for rows in ROWS}
     return row
-
-
-def _seconds(run: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    run()
-    return time.perf_counter() - began
 
 
 @click.command(help=__doc__)

@@ -1,8 +1,8 @@
-"""Count the Python calls between a user's generate() and the model, so that the walk of a token stays short.
+"""Count the Python calls between a user's generate() and the model, so that the path of a token stays short.
 
-A small random model of 30 layers is wrapped as a user wraps it, and decodes by fused passes. What counts is each frame
-that Python runs of lookahead/ and ngram_pool/: functions, and each time that a comprehension or a generator goes on.
-C++ does not count. With limits, the command fails where one is exceeded.
+A small random model of 30 layers is wrapped as a user wraps it, and decodes by fused passes. Each Python frame of
+lookahead/ and ngram_pool/ counts: functions, and each resumption of a comprehension or a generator. C++ does not count.
+With limits, the command fails if one is exceeded.
 
     python scripts/count_calls.py --step-calls 110 --step-files 10 --token-calls 850 --longest 40
 """
@@ -31,14 +31,14 @@ from lookahead.passes import costs
 
 ROOT = Path(lookahead.__file__).parents[1]
 OURS = tuple(f"{ROOT / package}/" for package in ("lookahead", "ngram_pool"))
-STEP = "lookahead/engine/call.py", "_guess"  # the function that each step begins with
+STEP = "lookahead/engine/call.py", "_guess"  # the function that begins each step
 LAYERS, VOCABULARY, NEW_TOKENS = 30, 97, 96
 PROMPT = [5, 7, 11, 13, 17, 19, 23, 29] * 3
 
 
 @dataclass
 class Walk:
-    """The functions of ours that were called, one after the other."""
+    """Our functions that were called, in order."""
 
     calls: list[CodeType]
 
@@ -52,7 +52,7 @@ class Walk:
 
     @property
     def changes(self) -> int:
-        """How often the file is another one than that of the call before."""
+        """Number of calls whose function is in another file than that of the call before."""
         return sum(a.co_filename != b.co_filename for a, b in pairwise(self.calls))
 
     def __str__(self) -> str:
@@ -62,12 +62,12 @@ class Walk:
 
 @dataclass
 class Counts:
-    """What a wrapped model does for a user."""
+    """Counts of a wrapped model."""
 
     step: Walk
-    """Of a greedy step, up to the next: the median step of a call, by its number of calls."""
+    """A greedy step, up to the next: the step with the median number of calls."""
     token: Walk
-    """Of a whole call of generate() that writes one token."""
+    """A whole call of generate() that writes one token."""
     longest: str
     """The longest function that the steps have called."""
     lines: int
@@ -81,7 +81,7 @@ def name_of(code: CodeType) -> str:
 
 
 def calls_in(run: Callable[[], object]) -> list[CodeType]:
-    """Run something, and return the functions of ours that were called."""
+    """Return our functions that ``run`` calls."""
     calls: list[CodeType] = []
 
     def see(frame: FrameType, event: str, _: object) -> None:
@@ -99,7 +99,7 @@ def calls_in(run: Callable[[], object]) -> list[CodeType]:
 
 
 def steps_in(calls: list[CodeType]) -> list[Walk]:
-    """The steps of a call of generate(), each up to the next. The last one, with the end of the call, is left out.
+    """The steps of a call of generate(), each up to the next. The last step is left out, because it ends the call.
 
     Raises LookupError if there are none.
     """
@@ -111,7 +111,7 @@ def steps_in(calls: list[CodeType]) -> list[Walk]:
 
 
 def lines_of(code: CodeType) -> int:
-    """Lines of code of a function's body; 0 for what is no function with a name."""
+    """Lines of code of a function's body; 0 for a lambda or a comprehension."""
     bodies, lines = _functions(code.co_filename)
     body = bodies.get((code.co_firstlineno, code.co_name))
     if body is None:
@@ -141,9 +141,9 @@ def small_model(layers: int = LAYERS) -> PreTrainedModel:
 
 
 def count(model: PreTrainedModel) -> Counts:
-    """Wrap a model, and count what it does once all is warm: texts are known, and so are costs.
+    """Wrap a model, and count its calls after a warm-up: the pool has learned the text, and costs are known.
 
-    Raises RuntimeError if passes are not fused, or if no guess is accepted: the counts would be of another walk.
+    Raises RuntimeError if passes are not fused, or if no guess is accepted: such a step has another path.
     """
     lookahead.wrap(model)
     prompt = torch.tensor([PROMPT])
@@ -156,7 +156,7 @@ def count(model: PreTrainedModel) -> Counts:
     engine = model.lookahead
     if engine.passes != "fused":
         raise RuntimeError(f"passes are {engine.passes}, not fused:\n{engine.report()}")
-    known = engine.pace.costs  # those of a larger model, so that guesses pay on any machine
+    known = engine.pace.costs  # replaced by a larger model's, so that guesses pay on any machine
     known.seconds, known.per_position = np.linspace(1e-2, 2e-2, len(costs.RUNGS)), np.zeros(2)
     known.overhead, known.overhead_per_row, known.prices = 1e-3, 0.0, None
     engine.pace = Pace(known)
@@ -172,7 +172,7 @@ def count(model: PreTrainedModel) -> Counts:
 
 
 def excesses(counts: Counts, step_calls: int, step_files: int, token_calls: int, longest: int) -> list[str]:
-    """Say which limits are exceeded."""
+    """Return a line for each limit that is exceeded."""
     found = [
         ("calls of a step", len(counts.step.calls), step_calls),
         ("files of a step", counts.step.files, step_files),

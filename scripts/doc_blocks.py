@@ -2,8 +2,8 @@
 
     .peers/clients/bin/python scripts/doc_blocks.py docs/recipes.md
 
-A block that needs more than `make test` installs has a line above it that says so, and by which target it is run. This
-command runs those of `make test-clients`, too.
+If a block needs more than `make test` installs, a line above it says so, and names the target that runs it. This
+command also runs the blocks of `make test-clients`.
 """
 
 import os
@@ -22,7 +22,7 @@ CLIENTS = "run by `make test-clients`"
 @dataclass(frozen=True)
 class Block:
     code: str
-    note: str  # the line in italics above it, "" if there is none: what it needs, and who runs it
+    note: str  # the line in italics above it: what it needs, and which target runs it; or ""
     line: int  # where its code begins in the page
 
     def run(self, page: Path, names: dict) -> None:

@@ -2,9 +2,9 @@
 
     python scripts/draw_design.py --out docs
 
-rooms.svg shows the purpose of each room of the package and its imports, in the order of the layers in pyproject.toml.
-step.svg shows the tokens of a step and its mask; pool.svg what a pool knows after a text, and its guesses; budget.svg
-how many of these guesses a step verifies. Needs extra `test` (import-linter).
+rooms.svg shows the purpose and the imports of each package, in the order of the layers in pyproject.toml. step.svg
+shows the tokens of a step and its mask. pool.svg shows what a pool knows after a text, and its guesses. budget.svg
+shows how many of these guesses a step verifies. Needs the extra `test` (import-linter).
 """
 
 import ast
@@ -125,7 +125,7 @@ IDS = {word: i for i, word in enumerate(dict.fromkeys(TEXT))}
 
 
 def guessed(count: int) -> tuple[NgramPool, list[int], GuessTree, list[str]]:
-    """Return a pool that has learned TEXT, the ids of TEXT, the pool's ``count`` guesses and their words."""
+    """Return a pool that has learned TEXT, the ids of TEXT, ``count`` guesses of the pool, and their words."""
     known, ids, words = NgramPool(memory_mb=0.1), [IDS[word] for word in TEXT], list(IDS)
     known.follow(ids)
     tree = known.guess(ids, count)
@@ -133,7 +133,7 @@ def guessed(count: int) -> tuple[NgramPool, list[int], GuessTree, list[str]]:
 
 
 def said(known: NgramPool, ids: list[int], kind: tuple[int, int]) -> list[tuple[str, float]]:
-    """Return what a kind of context says of the next token: words with their probabilities."""
+    """Return the next words and their probabilities by one kind of context."""
     (entry,) = known._entries(np.array([ids[-16:]]), kind)
     if entry < 0:
         return []
@@ -142,7 +142,7 @@ def said(known: NgramPool, ids: list[int], kind: tuple[int, int]) -> list[tuple[
 
 
 def pool() -> str:
-    """Return an SVG with the contexts of a text's end, what the pool knows after each, and the tree that it guesses."""
+    """Return an SVG with the contexts at the end of a text, the pool's evidence for each, and its guess tree."""
     known, ids, tree, names = guessed(8)
     shown, cell = TEXT[-9:], 46
     parts = [text(20, 24, "The end of the text, and what each kind of context knows of it", 14)]
@@ -172,7 +172,7 @@ def pool() -> str:
 
 
 def budget() -> str:
-    """Return an SVG with the tokens that a step yields and costs, by its number of guesses, and the one chosen."""
+    """Return an SVG with the tokens that a step yields and costs by the number of guesses, and the chosen number."""
     *_, tree, names = guessed(16)
     pace = Pace(StepCosts(COSTS, np.zeros(2)))
     for _ in range(500):
@@ -209,7 +209,7 @@ def budget() -> str:
 
 
 def lanes_of(parents: list[int]) -> list[int]:
-    """Return the lane of each node of a tree: a first child stays in its parent's, another begins one of its own."""
+    """Return the lane of each node of a tree: a first child stays in its parent's, another child begins a new lane."""
     lanes = [0]
     for node, parent in enumerate(parents[1:], 1):
         lanes.append(max(lanes) + 1 if parent in parents[:node] else lanes[parent])
@@ -217,7 +217,7 @@ def lanes_of(parents: list[int]) -> list[int]:
 
 
 def edges(parents: list[int], places: list[tuple[int, int]], width: int) -> list[str]:
-    """Return an arrow to each node but the root, from the right side of its parent, which has ``width``."""
+    """Return an arrow to each node but the root, from the right side of its parent. width: that of a node."""
     pairs = [(places[parent], place) for parent, place in zip(parents[1:], places[1:], strict=True)]
     line = '<path d="M{} {} L{} {}" stroke="#7f8c8d" marker-end="url(#head)"/>'
     return [line.format(x + width, y, *place) for (x, y), place in pairs]
@@ -231,7 +231,7 @@ def text(x: int, y: int, words: str, size: int, anchor: str = "start") -> str:
     return f'<text x="{x}" y="{y}" font-size="{size}" text-anchor="{anchor}">{escape(words)}</text>'
 
 
-# In the dark, each colour of the drawings has another.
+# The colours of the drawings in dark mode.
 DARK = {
     "white": "#161b22", "#eef3f8": "#1d2733", "#f7f7f7": "#21262d", "#d9d9d9": "#484f58", "#e5e5e5": "#30363d",
     "#f4c95d": "#755b12", "#9ccc9c": "#2f6038", "#a9c4e4": "#2d4c74",

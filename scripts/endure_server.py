@@ -1,12 +1,12 @@
-"""Send a server many requests of all kinds, some of which go early, and watch the memory of its process.
+"""Send a server many requests of all kinds, some of which are cancelled, and watch the memory of its process.
 
     lookahead serve --port 8000 &
     python scripts/endure_server.py --url http://localhost:8000 --process $!
     python scripts/endure_server.py --url http://localhost:8000 --process $! --attack 300
 
-With --attack, clients do harm for so many seconds: bodies of 50 MB, 200 connections that say half of a request or
-nothing, slow writers and readers, the fields of scripts/fuzz_server.py, and answers that nobody waits for. Bystanders
-meanwhile ask what they have asked before, and must get the same texts.
+With --attack, harmful clients run for that many seconds: bodies of 50 MB, 200 connections that send half a request or
+nothing, slow writers and readers, the fields of scripts/fuzz_server.py, and clients that do not wait for their answers.
+Meanwhile, bystanders repeat earlier requests and must get the same texts.
 """
 
 import json
@@ -31,17 +31,17 @@ import fuzz_server
 ROUNDS = 10
 LARGE = 50 * 2**20  # bytes of a body
 CROWD = 200  # connections that stall
-ASKED = 40  # requests of bystanders, again and again
+ASKED = 40  # different requests of bystanders
 BYSTANDERS = 2
 
 
 def memory(process: int) -> float:
-    """MB that a process holds (Linux)."""
+    """Resident memory of a process in MB (Linux)."""
     return int(re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{process}/status").read_text())[1]) / 1024
 
 
 def request(number: int) -> tuple[str, dict]:
-    """Return a path and a body that follow from a number."""
+    """Return the path and body of request ``number``."""
     rng = random.Random(number)
     text = " ".join(rng.choice(("def", "x", "= 1", "import os", "return", "é")) for _ in range(rng.randint(1, 300)))
     kind = rng.choice(("completions", "chat/completions", "messages", "responses"))
@@ -56,7 +56,7 @@ def request(number: int) -> tuple[str, dict]:
 
 
 def ask(url: str, number: int, waits: bool = True) -> tuple[int, str]:
-    """Send a request. Return the status and the text of its answer; 0 and "" if its client does not wait for one."""
+    """Send a request. Return the status and the text of its answer; 0 and "" if the client does not wait."""
     place, (path, body) = urllib.parse.urlsplit(url), request(number)
     connection = HTTPConnection(place.hostname or "localhost", place.port, timeout=300)
     try:
@@ -90,7 +90,7 @@ def texts(said: str) -> dict[int, str]:
 
 
 class Attack:
-    """Clients that do harm, each by calls that take some seconds. url: of the server."""
+    """Harmful clients. Each call of a method takes some seconds. url: the server's."""
 
     def __init__(self, url: str):
         self._url, self._place = url, urllib.parse.urlsplit(url)
@@ -144,7 +144,7 @@ class Attack:
 
     def run(self, until: float, seed: int) -> None:
         rng = random.Random(seed)
-        kinds: list[Callable[[random.Random], None]] = [self.crowd]  # two crowds are more than there is room for
+        kinds: list[Callable[[random.Random], None]] = [self.crowd]  # only one crowd; two would exceed the connections
         if seed:
             kinds = [self.large, self.slow_writer, self.slow_reader, self.gone, self.fields]
         while time.monotonic() < until:
@@ -153,7 +153,7 @@ class Attack:
 
 
 def attack(url: str, process: int, seconds: float, clients: int) -> None:
-    """Tell the memory of the server before, at most and after; answers to bystanders, and the slowest of them."""
+    """Attack a server, and print its memory before, during and after the attack, and the answers to bystanders."""
     alone = {number: texts(ask(url, number)[1]) for number in range(ASKED)}
     attackers, before, held, took, later = Attack(url), memory(process), [], [], []
     until = time.monotonic() + seconds
@@ -201,9 +201,9 @@ def attack(url: str, process: int, seconds: float, clients: int) -> None:
 @click.option("--process", type=int, required=True, help="The server's.")
 @click.option("--count", type=int, default=2000, show_default=True, help="Requests.")
 @click.option("--clients", type=int, default=8, show_default=True)
-@click.option("--attack", "seconds", type=float, help="Attack the server for so many seconds instead.")
+@click.option("--attack", "seconds", type=float, metavar="SECONDS", help="Attack the server for this time instead.")
 def main(url: str, process: int, count: int, clients: int, seconds: float | None) -> None:
-    """Send many requests, and tell the memory of the server after each tenth of them; or attack it."""
+    """Send many requests, and print the server's memory after each tenth of them; or attack the server."""
     if seconds is not None:
         attack(url, process, seconds, clients)
     held = []
@@ -212,7 +212,7 @@ def main(url: str, process: int, count: int, clients: int, seconds: float | None
             numbers = range(turn * count // ROUNDS, (turn + 1) * count // ROUNDS)
             statuses = list(threads.map(lambda number: ask(url, number, number % 5 > 0)[0], numbers))
         held.append(memory(process))
-        click.echo(f"{numbers.stop} requests, {held[-1]:.0f} MB; {statuses.count(0)} went early")
+        click.echo(f"{numbers.stop} requests, {held[-1]:.0f} MB; {statuses.count(0)} cancelled")
         if unexpected := {status for status in statuses if status not in (0, 200, 429)}:
             sys.exit(f"statuses {unexpected}")
     first, last = statistics.mean(held[3:6]), statistics.mean(held[-3:])

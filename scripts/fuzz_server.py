@@ -1,9 +1,9 @@
-"""Send a server of OpenAI's and Anthropic's APIs what clients should not, and check that it goes on serving.
+"""Send bad requests to a server of OpenAI's and Anthropic's APIs, and check that it keeps serving.
 
 Each field of the four schemas, and each place in messages, tools and settings, is left out, null, of the wrong type,
-huge, not a number, nested deeply or no text. Each request must be answered within a minute, with no status of 500 or
-above and no error in the middle of a stream, and a good request must get the same text as before. Errors must have the
-form of the API that was asked. A request that fails is printed.
+huge, not a number, nested deeply or not text. Each request must be answered within a minute, without a status of 500 or
+above and without an error in the middle of a stream. Good requests must get the same text as before. Errors must have
+the format of the API. If a request fails, it is printed.
 
     lookahead serve --port 8000 &
     python scripts/fuzz_server.py --url http://localhost:8000
@@ -140,7 +140,7 @@ LEFT_OUT = object()
 
 @dataclass(frozen=True)
 class Raw:
-    """JSON that Python's encoder would not write, or not quickly."""
+    """JSON that Python's encoder cannot write, or only slowly."""
 
     text: str
 
@@ -223,7 +223,7 @@ def cases() -> Iterator[Case]:
 
 
 def encoded(body: dict, place: tuple, value: Any) -> bytes:
-    """Return JSON of ``body`` with another value at a place, which is put in if it is not there."""
+    """Return JSON of ``body`` with another value at a place, which is added if it is missing."""
     at: Any = body
     for step in place[:-1]:
         at = at[step]
@@ -247,7 +247,7 @@ def encoded(body: dict, place: tuple, value: Any) -> bytes:
 
 
 class Server:
-    """A server that is asked. url: such as http://localhost:8000."""
+    """The server under test. url: such as http://localhost:8000."""
 
     def __init__(self, url: str):
         place = urllib.parse.urlsplit(url)
@@ -255,13 +255,13 @@ class Server:
         self.text = self.answer()
 
     def send(self, case: Case) -> tuple[int, str]:
-        """Return the status and the text of the answer, whether it comes whole or as a stream."""
+        """Return the status and the text of the answer, streamed or not."""
         connection = http.client.HTTPConnection(self._host or "localhost", self._port, timeout=TIMEOUT)
         try:
             body = (
                 (case.body[at : at + 4096] for at in range(0, len(case.body), 4096)) if case.is_chunked else case.body
             )
-            with suppress(BrokenPipeError, ConnectionResetError):  # a refusal may come before the body has gone
+            with suppress(BrokenPipeError, ConnectionResetError):  # a refusal may come before the whole body is sent
                 connection.request(case.method, case.path, body, case.headers, encode_chunked=case.is_chunked)
             answer = connection.getresponse()
             return answer.status, answer.read().decode()
@@ -269,13 +269,13 @@ class Server:
             connection.close()
 
     def answer(self) -> str:
-        """Return the text that a good request gets."""
+        """Return the text of the answer to a good request."""
         status, said = self.send(Case("a good request", COMPLETION, json.dumps(GOOD).encode()))
         assert status == 200, said
         return json.loads(said)["choices"][0]["text"]
 
     def check(self, case: Case) -> int:
-        """Send a request and return the status. Raises AssertionError, which shows the request, if it fails."""
+        """Send a request and return the status. Raises AssertionError, with the request, if it fails."""
         try:
             status, said = self.send(case)
         except (OSError, http.client.HTTPException) as error:
@@ -289,13 +289,13 @@ class Server:
         return status
 
     def check_good(self) -> None:
-        """Raise AssertionError if a good request is not answered as at first."""
+        """Raise AssertionError if a good request gets another answer than the first time."""
         text = self.answer()
         assert text == self.text, f"a good request got another text than before: {text!r}, not {self.text!r}"
 
 
 def fuzz(url: str, chosen: list[Case]) -> Counter:
-    """Send these requests, and good ones in between. Returns how many had which status."""
+    """Send these requests, with good ones in between. Returns the number of answers by status."""
     server, statuses = Server(url), Counter()  # type: ignore[var-annotated]
     for number, case in enumerate(chosen):
         statuses[server.check(case)] += 1

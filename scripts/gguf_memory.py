@@ -1,10 +1,10 @@
-"""How much memory a model takes that stays in the blocks of its GGUF file, and how long it takes to load.
+"""Measure the memory and the loading time of a model whose weights stay in the blocks of its GGUF file.
 
     python scripts/gguf_memory.py --out FOLDER
 
-A file in Q4_K_M is written, in the shape of Llama 3.2 1B and with random weights. Processes of their own load it,
-in its blocks and as transformers unpacks it, and let it write some tokens. With --mixture, it is that of a small
-Qwen3-MoE: 8 layers of 32 experts, of which a token takes 4.
+The script writes a file in Q4_K_M, in the shape of Llama 3.2 1B, with random weights. Separate processes load it, in
+blocks and unpacked by transformers, and write some tokens. With --mixture, the model is a small Qwen3-MoE: 8 layers of
+32 experts, 4 of them for each token.
 """
 
 import json
@@ -37,7 +37,7 @@ MIXTURE = {
 
 
 def kind_of(name: str, layers: int) -> Kind:
-    """That of a weight in llama.cpp's mixture Q4_K_M of a model whose head is its embedding."""
+    """The format of a weight in llama.cpp's Q4_K_M, for a model with tied embeddings."""
     found = re.fullmatch(r"blk\.(\d+)\.(?:attn_v|ffn_down|ffn_down_exps)\.weight", name)
     layer = int(found[1]) if found else -1
     is_fine = found and (layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2)
@@ -45,7 +45,7 @@ def kind_of(name: str, layers: int) -> Kind:
 
 
 def shapes_of(shape: dict) -> dict[str, tuple[int, ...]]:
-    """Those of all tensors, by name."""
+    """The shapes of all tensors, by name."""
     hidden, inner, layers = shape["embedding_length"], shape["feed_forward_length"], shape["block_count"]
     of_keys = hidden * shape["attention.head_count_kv"] // shape["attention.head_count"]
     found = {"token_embd": (shape["vocab_size"], hidden), "output_norm": (hidden,)}
@@ -65,7 +65,7 @@ def shapes_of(shape: dict) -> dict[str, tuple[int, ...]]:
 
 
 def write(path: Path, architecture: str, of_model: dict) -> None:
-    """Write the file. Its words are those of the packaged model, and others that no text has."""
+    """Write the file. Its vocabulary is the packaged model's, and tokens that no text has."""
     random, writer = np.random.default_rng(0), gguf.GGUFWriter(path, architecture)
     for name, value in of_model.items():
         kind = gguf.GGUFValueType.FLOAT32 if isinstance(value, float) else gguf.GGUFValueType.UINT32
@@ -94,14 +94,14 @@ def write(path: Path, architecture: str, of_model: dict) -> None:
 
 
 def memory() -> dict[str, int]:
-    """MB of this process: all, those of its own, and all at the worst moment."""
+    """Memory of this process in MB: resident, anonymous, and the peak of resident."""
     text = Path("/proc/self/smaps_rollup").read_text() + Path("/proc/self/status").read_text()
     names = {"Rss": "all", "Anonymous": "of its own", "VmHWM": "at the worst moment"}
     return {what: int(re.search(rf"{name}:\s+(\d+) kB", text)[1]) * 1024 / 1e6 for name, what in names.items()}
 
 
 def measure(path: Path, in_blocks: bool) -> dict:
-    """Load the model and let it write, in this process, after the packaged model has brought all libraries there."""
+    """Load the model in this process and let it write. The packaged model comes first, to load all libraries."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -122,8 +122,8 @@ def measure(path: Path, in_blocks: bool) -> dict:
 
 
 @click.command(help=__doc__.split("\n")[0])
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="The folder for the file, of 0.8 GB.")
-@click.option("--mixture", is_flag=True, help="A mixture of experts, of 0.4 GB.")
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder for the file, of 0.8 GB.")
+@click.option("--mixture", is_flag=True, help="Use a mixture of experts, of 0.4 GB.")
 @click.option("--as", "kind", type=click.Choice(["blocks", "unpacked"]), hidden=True)
 def main(out, mixture, kind) -> None:
     path = out / ("random-mixture-q4_k_m.gguf" if mixture else "random-1b-q4_k_m.gguf")

@@ -4,11 +4,11 @@
     python scripts/gpu.py --out FOLDER --model M --prompts FILE.jsonl --minutes 9
     python scripts/gpu.py --out FOLDER --device cpu --small
 
-Each stage runs in a process of its own and writes FOLDER/STAGE.md and FOLDER/STAGE.json as it goes. If it fails, or its
-time is over, what it has written stays, and the next stage begins. Run the command again, and it skips the stages that
-are complete: remove STAGE.json to have one again. FOLDER/all.md holds all pages. Nothing is downloaded or installed.
+Each stage runs in its own process and keeps FOLDER/STAGE.md and FOLDER/STAGE.json up to date. If it fails, or its time
+is over, these files stay, and the next stage begins. Run the command again to continue; it skips complete stages. To
+repeat a stage, remove STAGE.json. FOLDER/all.md holds all pages. Nothing is downloaded or installed.
 
---small is the rehearsal: the same stages with a few tokens of small models, on any device.
+--small rehearses the same stages with a few tokens of small models, on any device.
 """
 
 import importlib
@@ -20,17 +20,17 @@ import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
-import click  # Nothing else from outside is imported here, so that `environment` can say what is missing.
+import click  # the only foreign import here, so that `environment` can report what is missing
 
 from bench import cli
 from bench.pages import command_line, write_results
 
 PROMPTS = Path(__file__).parents[1] / "benchmarks" / "prompts.jsonl"
-LEAST = 20  # seconds; with less time left, no stage begins
-MOST = 270  # seconds of a stage, so that none takes the time of the others
-STOPPING = 15  # seconds before the limit, at which a stage begins nothing more
+LEAST = 20  # seconds that a stage needs to begin
+MOST = 270  # most seconds of a stage, so that others get time, too
+STOPPING = 15  # seconds before its limit after which a stage begins nothing more
 
-# In order of what is worth knowing first.
+# The most important ones first.
 STAGES = (
     "environment", "tests", "costs-8B", "texts-ballasted-greedy", "profile", "texts-greedy", "costs-135M",
     "texts-ballasted-sampled", "batches", "memory", "audit", "texts-sampled", "costs-1B", "costs-3B",
@@ -40,7 +40,7 @@ SMALL_STAGES = tuple(stage for stage in STAGES if not stage.startswith("costs-")
 
 @dataclass(frozen=True)
 class Plan:
-    """What the stages measure."""
+    """The settings of a run."""
 
     model: str | None  # folder or name; None: the packaged model
     prompts: Path
@@ -52,13 +52,13 @@ class Plan:
 
 @dataclass(frozen=True)
 class Report:
-    """Where a stage writes its results, and until when it may take."""
+    """Where a stage writes its results, and its time limit."""
 
     path: Path  # without a suffix
-    until: float  # the time (`time.time`) from which on it should begin nothing more
+    until: float  # the time (`time.time`) after which it should begin nothing more
 
     def write(self, text: str, results: dict, is_complete: bool = False) -> None:
-        """Replace the page and the results by these."""
+        """Replace the page and the results."""
         page = f"# {self.path.name}\n\n{text.strip()}\n"
         write_results(self.path, page, {"is_complete": is_complete, **results})
 
@@ -68,7 +68,7 @@ class Report:
 
 
 def run_stage(name: str, plan: Plan, limit: float) -> None:
-    """Run a stage in this process, which is its own. limit: seconds until the process is ended."""
+    """Run a stage in this process. limit: seconds until the process is ended."""
     report = Report(plan.out / name, time.time() + limit - STOPPING)
     stage, *kind = name.split("-")
     module = importlib.import_module("bench.gpu_environment" if stage == "environment" else "bench.gpu_stages")
@@ -93,7 +93,7 @@ def is_complete(path: Path) -> bool:
 
 
 def what_became(path: Path) -> str:
-    """Say how a stage ended, from its results."""
+    """Return how a stage ended, from its results."""
     results = json.loads(Path(f"{path}.json").read_text(encoding="utf-8"))
     if results.get("status"):
         return f"its command ended with exit status {results['status']}"
@@ -103,7 +103,7 @@ def what_became(path: Path) -> str:
 
 
 def in_own_process(name: str, plan: Plan, limit: float) -> str:
-    """Run a stage for at most ``limit`` seconds. Returns what became of it."""
+    """Run a stage for at most ``limit`` seconds. Returns how it ended."""
     (plan.out / f"{name}.failed.txt").unlink(missing_ok=True)
     process = multiprocessing.get_context("spawn").Process(target=attempt, args=(name, plan, limit))
     process.start()
@@ -118,7 +118,7 @@ def in_own_process(name: str, plan: Plan, limit: float) -> str:
 
 
 def join_pages(out: Path, became: dict[str, str]) -> str:
-    """Write all.md: what became of the stages, and their pages."""
+    """Write all.md: how the stages ended, and their pages."""
     lines = "\n".join(f"- {name}: {what}" for name, what in became.items())
     parts = [f"# Stages\n\n{lines}\n"]
     parts += [path.read_text(encoding="utf-8") for name in STAGES if (path := out / f"{name}.md").exists()]
@@ -130,13 +130,13 @@ def join_pages(out: Path, became: dict[str, str]) -> str:
 
 
 @click.command(help=__doc__.split("\n")[0])
-@click.option("--out", required=True, type=click.Path(file_okay=False, path_type=Path), help="Folder of the results.")
-@click.option("--model", metavar="NAME_OR_PATH", help="A Llama, which writes the texts. Default: the packaged model.")
+@click.option("--out", required=True, type=click.Path(file_okay=False, path_type=Path), help="Folder for the results.")
+@click.option("--model", metavar="NAME_OR_PATH", help="A Llama that writes the texts. Default: the packaged model.")
 @click.option("--prompts", default=PROMPTS, type=cli.FILE,
               help="In Spec-Bench's JSONL format. A model with a chat template gets them in it.")  # fmt: skip
 @click.option("--device", default="cuda", show_default=True, help="cpu, cuda, cuda:1, ...")
 @click.option("--minutes", default=9.0, show_default=True, type=click.FloatRange(min=0.5),
-              help="Time of this run; what is left is done by the next.")  # fmt: skip
+              help="Time of this run; the next run does the rest.")  # fmt: skip
 @click.option("--stages", help=f"Some of {','.join(STAGES)}.  [default: all, in this order]")
 @click.option("--small", "is_small", is_flag=True, help="Rehearse with few tokens of small models.")
 def main(out, model, prompts, device, minutes, stages, is_small) -> None:
@@ -149,7 +149,7 @@ def main(out, model, prompts, device, minutes, stages, is_small) -> None:
     end = time.time() + 60 * minutes
     out.mkdir(parents=True, exist_ok=True)
     plan = Plan(model, prompts, device, is_small, out, command_line(__file__))
-    chosen.sort(key=lambda name: (out / f"{name}.json").exists())  # what has run already, but not to its end, is last
+    chosen.sort(key=lambda name: (out / f"{name}.json").exists())  # stages that were begun before come last
     became: dict[str, str] = {}
     for number, name in enumerate(chosen, 1):
         left = min(end - time.time(), MOST)

@@ -1,12 +1,12 @@
-"""Time steps of reinforcement learning by trl's GRPOTrainer, with lookahead and without.
+"""Time the steps of trl's GRPOTrainer (reinforcement learning), with lookahead and without.
 
     PYTHON=python3.11 sh scripts/peers/install.sh .peers clients   # an environment with trl; or: pip install trl
     .peers/clients/bin/python scripts/grpo_step.py --model M --dtype bfloat16 --prompts FILE.jsonl
 
-Each step samples several answers to each prompt at temperature 1, rewards those that repeat little, and trains. A
-training is repeated from the same weights and seed, with each method in turn. Its first step is not counted: there the
-model is tried out, and costs are measured. What is sampled is compared with the first training without lookahead. In
-bfloat16, texts may part by rounding; from there on, the weights do, too.
+Each step samples several answers to each prompt at temperature 1, rewards those that repeat little, and trains. The
+training is repeated from the same weights and seed with each method in turn. Its first step does not count, because it
+includes the probe and the measurement of costs. Samples are compared with those of the first training without
+lookahead. In bfloat16, texts may part by rounding; after that, the weights differ, too.
 """
 
 import copy
@@ -34,13 +34,13 @@ METHODS = "plain", "lookahead"
 
 
 class Clock(TrainerCallback):
-    """Watches the steps of a trainer, and in them the calls of its model's generate()."""
+    """Times the steps of a trainer, and the calls of generate() in them."""
 
     def __init__(self, model: PreTrainedModel):
         self.steps: list[Span] = []
         self.calls: list[Span] = []
         self.texts: list[list[list[int]]] = []
-        """Of each call, the new tokens of each answer, up to its end."""
+        """For each call, the new tokens of each answer, up to its end."""
         self._model, self._whole = model, watch(model.device)
         model.generate = MethodType(self._generate, model)
 
@@ -60,7 +60,7 @@ class Clock(TrainerCallback):
 
 
 def variety(completion_ids: list[list[int]], **_: Any) -> list[float]:
-    """Reward answers by the share of their tokens that differ."""
+    """Reward answers by their share of different tokens."""
     return [len(set(ids)) / max(len(ids), 1) for ids in completion_ids]
 
 
@@ -72,7 +72,7 @@ def train(
     method: str,
     repeat: int,
 ) -> dict:
-    """Train a copy of the model. Return what its steps took and wrote."""
+    """Train a copy of the model. Return the times and texts of its steps."""
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 

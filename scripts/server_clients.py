@@ -1,12 +1,12 @@
 """Run real clients against `lookahead serve`: OpenAI's and Anthropic's, LiteLLM, LangChain, llama-index, and npm's.
 
-The server's model writes back what the last message says, so the script knows each answer, calls of tools included.
+The server's model repeats the last message, so the script knows each answer, tool calls included.
 
     PYTHON=python3.11 sh scripts/peers/install.sh .peers server_clients
     .peers/server_clients/bin/python scripts/server_clients.py --python python [NAME ...]
 
---python has lookahead and the extra `serve`. Each client is a function, which raises an error if an answer is not what
-was asked for. The exit status is 1 if one does, or is not installed.
+--python names an interpreter with lookahead and the extra `serve`. Each client is a function, which raises an error if
+an answer is wrong. The exit status is 1 if a client fails or is not installed.
 """
 
 import json
@@ -83,7 +83,7 @@ CLIENTS: dict[str, tuple[str, Callable[[str], None]]] = {}
 
 
 def client(package: str) -> Callable:
-    """Register a function, by its name, as a client of ``package``. Its docstring says what is asked."""
+    """Register a function by its name as a client of ``package``. Its docstring says what it requests."""
 
     def register(function: Callable[[str], None]) -> Callable[[str], None]:
         CLIENTS[function.__name__] = package, function
@@ -99,7 +99,7 @@ def equal(found: object, wanted: object) -> None:
 
 @contextmanager
 def running(python: str) -> Iterator[str]:
-    """Run the server in a process of its own; yield its address."""
+    """Run the server in its own process; yield its address."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     with subprocess.Popen([python, "-c", SERVER], stderr=subprocess.PIPE, text=True, env=environment) as process:
         try:
@@ -111,7 +111,7 @@ def running(python: str) -> Iterator[str]:
             else:
                 raise click.ClickException(f"the server has ended: {''.join(said)[-1000:]}")
             with ThreadPoolExecutor(1) as threads:
-                threads.submit(process.stderr.read)  # keeps the pipe empty
+                threads.submit(process.stderr.read)  # so that the pipe does not fill up
                 try:
                     yield found[1]
                 finally:
@@ -193,7 +193,7 @@ def openai_loop(url: str, name: str) -> None:
 
 @client("openai")
 def openai_agent(url: str) -> None:
-    """A loop of 20 turns with a tool, reasoning and text beside calls; the history is found in the cache."""
+    """A loop of 20 turns with a tool, reasoning, and text with calls; the history is found in the cache."""
     openai_loop(url, "one")
 
 
@@ -375,14 +375,14 @@ def llama_index(url: str) -> None:
 @client("npm")
 def npm_clients(url: str) -> None:
     """OpenAI's and Anthropic's clients of npm: chats, responses and messages, with a call."""
-    with TemporaryDirectory(dir=sys.prefix) as folder:  # node looks for packages beside the program and above
+    with TemporaryDirectory(dir=sys.prefix) as folder:  # node looks for packages in the program's folder and above it
         program = shutil.copy(ROOT / "scripts/peers/server_clients.mjs", folder)
         done = subprocess.run(["node", program, url, KEY, MODEL], capture_output=True, text=True)
     equal((done.returncode, done.stderr[-500:]), (0, ""))
 
 
 @click.command(help=__doc__.split("\n")[0])
-@click.option("--python", default=sys.executable, help="That has lookahead and what its server needs.")
+@click.option("--python", default=sys.executable, help="Python with lookahead and the extra `serve`.")
 @click.argument("names", nargs=-1, type=click.Choice(list(CLIENTS)), metavar="[NAME]...")
 def main(python: str, names: tuple[str, ...]) -> None:
     fails = 0

@@ -1,7 +1,7 @@
 """Compare `lookahead serve` with `transformers serve`, for one client and for several.
 
-Each server is a process of its own, begun anew for each number of clients. Each client takes the next prompt when its
-answer is whole. Answers are chats, streamed. One prompt goes ahead and is not counted: a server loads and measures.
+Each server has its own process, which is started for each number of clients. A client sends the next prompt when its
+answer is complete. Answers are streamed chats. The first prompt does not count, because servers then load and measure.
 
     pip install ".[serve]" "transformers[serving]"
     python scripts/serving.py --model M --prompts FILE.jsonl --clients 1,4 --dtype bfloat16 --out OUT
@@ -36,11 +36,11 @@ from lookahead.tools.prompts import read_prompts
 COLUMNS = ["temperature", "server", "clients", "ms per token", "times the first", "first token, s", "answer, s",
            "tokens", "tokens per step"]  # fmt: skip
 TRANSFORMERS = "from transformers.cli.transformers import main; main()"  # what the command `transformers` runs
-UNFORCED = (  # it enforces formats, and guesses nothing of what they force
+UNFORCED = (  # enforces formats, but does not guess the tokens that they force
     "from lookahead.tools.cli import main; from lookahead.tools.server import grammar; "
     "grammar.ForcedTokens.propose = lambda *_: [grammar.GuessTree.chain([])]; main()"
 )
-COLD = (  # it reads each prompt from its beginning
+COLD = (  # computes each prompt from its beginning
     "from lookahead.tools.cli import main; from lookahead.tools.server.prefixes import Prefixes; "
     "Prefixes._that_share = lambda *_: []; main()"
 )
@@ -50,7 +50,7 @@ SERVERS = {
     "lookahead": ["-m", "lookahead", "serve", "--model"],
     "lookahead without forced guesses": ["-c", UNFORCED, "serve", "--model"],
     "lookahead without earlier texts": ["-c", COLD, "serve", "--model"],
-}  # each of them followed by the model
+}  # arguments of Python, followed by the model
 
 
 class Answer(NamedTuple):
@@ -61,7 +61,7 @@ class Answer(NamedTuple):
 
 @contextmanager
 def running(server: str, model: str, dtype: str, device: str, more: Sequence[str] = ()) -> Iterator[str]:
-    """Run a server in a process of its own; yield its address. more: arguments."""
+    """Run a server in its own process; yield its address. more: further arguments."""
     command = [*SERVERS[server], model, "--dtype", dtype, "--device", device, "--port", "0", *more]
     with (
         tempfile.NamedTemporaryFile("w") as said,
@@ -70,7 +70,7 @@ def running(server: str, model: str, dtype: str, device: str, more: Sequence[str
         try:
             while not (found := re.search(r"running on (http://\S+)", Path(said.name).read_text())):
                 if process.poll() is not None:
-                    raise click.ClickException(f"the server has ended: {Path(said.name).read_text()[-500:]}")
+                    raise click.ClickException(f"the server ended: {Path(said.name).read_text()[-500:]}")
                 time.sleep(0.1)
             yield found[1]
         finally:
@@ -78,7 +78,7 @@ def running(server: str, model: str, dtype: str, device: str, more: Sequence[str
 
 
 def ask(client: openai.OpenAI, model: str, prompt: str, most: int, temperature: float, seed: int) -> Answer:
-    # In this form, both servers sample.
+    # With these settings, both servers sample alike.
     settings = {"max_new_tokens": most, "do_sample": temperature > 0} | (
         {"temperature": temperature} if temperature else {}
     )

@@ -1,7 +1,7 @@
-"""What MkDocs cannot do by itself: pages that stand outside of docs/ become pages of the site, and links lead to them.
+"""Hooks for MkDocs: add pages from outside of docs/ to the site, and adapt links to them.
 
-On the disk, docs/design.md links to ../benchmarks/README.md, as GitHub wants it. In the site, docs/ is the root and
-benchmarks/ a folder below it.
+On the disk, docs/design.md links to ../benchmarks/README.md, as GitHub needs it. In the site, docs/ is the root, and
+benchmarks/ is a folder below it.
 """
 
 import os
@@ -27,14 +27,14 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Turn links between places on the disk into links between pages. A link to no page becomes plain words."""
+    """Turn links between files on the disk into links between pages. Links to other files become plain text."""
     source = Path(page.file.abs_src_path)
     begin = PurePosixPath(page.file.src_uri).parent
 
     def turned(link: re.Match) -> str:
         target = Path(os.path.normpath(source.parent / link[1]))
         if not target.exists():
-            return link[0]  # no link, or a broken one, which MkDocs reports
+            return link[0]  # not a link to a file, or a broken one, which MkDocs reports
         inside = target.is_relative_to(ROOT / "docs")
         name = target.relative_to(ROOT / "docs" if inside else ROOT).as_posix()
         if files.get_file_from_path(name) is None:
@@ -50,7 +50,7 @@ TERM = re.compile(r"(\w+(?:, \w+)*): (.+)")
 
 
 class Terms(griffe.Extension):
-    """In docstrings, a line "name: what it is" explains an argument; the page shows these lines as a list."""
+    """Shows the lines of docstrings that explain arguments ("name: meaning") as a list."""
 
     def on_object(self, *, obj: griffe.Object, **_: object) -> None:
         if obj.docstring is not None:
@@ -58,7 +58,7 @@ class Terms(griffe.Extension):
 
 
 def with_lists(docstring: str) -> str:
-    """Make list items of lines "name: what it is". An indented line goes on with its item."""
+    """Turn lines "name: meaning" into list items. An indented line continues its item."""
     lines, in_list = [], False
     for line in docstring.splitlines():
         if term := TERM.fullmatch(line):

@@ -1,10 +1,10 @@
-"""Runs the C++ under sanitizers, the kernels' in every flavour of instructions that this machine can run.
+"""Run the C++ under sanitizers, the kernels with each set of instructions that this machine has.
 
-Each flavour is built with address and undefined-behaviour sanitizers. The kernels' tests and random programs
-(`native/fuzz.py`) run with it. So are the loops of n-gram pools (flavour "pool"), with tests of their own. The threads
-of the narrowest one run under ThreadSanitizer, by std::thread in the place of OpenMP (`native/threads.cpp`). AMX is
-emulated, too (`native/emulated_amx.h`), for sanitizers do not see what it loads. What is built stays in the folder,
-and is built anew when a source changes.
+Each flavour is built with address and undefined-behaviour sanitizers, and runs the kernels' tests and random programs
+(`native/fuzz.py`). The flavour "pool" runs the tests of the n-gram pools' loops. The threads of the narrowest flavour
+run under ThreadSanitizer, with std::thread instead of OpenMP (`native/threads.cpp`). AMX is also emulated
+(`native/emulated_amx.h`), because sanitizers do not check its loads. Libraries stay in the folder until a source
+changes.
 """
 
 import argparse
@@ -31,7 +31,7 @@ TESTS = [
     "tests/kernels/test_gguf.py",
     "tests/exactness/test_known_draws.py",
 ]
-POOL_TESTS = "tests/pool/test_loops.py"  # random actions
+POOL_TESTS = "tests/pool/test_loops.py"
 KERNEL_TESTS = (
     "formula or with_blocks or each_code or found or packed or indexed or exceptions or rounded or number or draws "
     "or likeliest"
@@ -44,7 +44,7 @@ RUNTIMES = {"address": ("libasan.so", "libstdc++.so.6"), "thread": ("libtsan.so"
 
 
 def flavours() -> list[str]:
-    """Flavours that this machine can run, the pool's first, then the widest."""
+    """Flavours that this machine can run: the pool's, then the kernels', the widest first."""
     can_run = list(native.FLAVOURS[native.FLAVOURS.index(native.CAPABILITY) :])
     return [POOL, EMULATED, *can_run] if "AVX512_BF16" in can_run else [POOL, *can_run]
 
@@ -54,11 +54,11 @@ def capability(flavour: str) -> str:
 
 
 def build(folder: Path, flavour: str, sanitizer: str) -> None:
-    """Build the library into the folder, unless it is there already."""
+    """Build the library in the folder, unless it exists."""
     package = setup.POOL if flavour == POOL else setup.KERNELS
     kind = "DEFAULT" if flavour == POOL else capability(flavour)
     level = "-O1" if sanitizer == "thread" else "-O0"
-    # With assertions, which users' libraries are without.
+    # With assertions, which users' libraries do not have.
     options = [*setup.KINDS[package][kind], "-UNDEBUG", level, "-g1", "-w"]
     if flavour == EMULATED:
         options += ["-DEMULATED_AMX", f"-I{HERE}"]
@@ -82,19 +82,19 @@ def build(folder: Path, flavour: str, sanitizer: str) -> None:
 
 
 def runtime(name: str) -> str:
-    """The path of a library that the compiler brings."""
+    """The path of a library that belongs to the compiler."""
     command = [*setup.compiler(), f"-print-file-name={name}"]
     path = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     if not os.path.isabs(path):
         sys.exit(
-            f"{command[0]} has no {name}, which the sanitizers need: install gcc (apt-get install g++), or name in CXX "
-            "a compiler that has it"
+            f"{command[0]} has no {name}, which the sanitizers need: install gcc (apt-get install g++), or set "
+            "CXX to a compiler that has it"
         )
     return path
 
 
 def run(folder: Path, flavour: str, sanitizer: str, command: list[str]) -> bool:
-    """Run Python with these kernels. Returns whether it found nothing."""
+    """Run Python with these kernels. Returns whether the sanitizers found nothing."""
     of_flavour = (
         {"POOL": str(folder)} if flavour == POOL else {"KERNELS": str(folder), "CAPABILITY": capability(flavour)}
     )
@@ -119,8 +119,8 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, help="seed of the first of them (default: 0)")
     parser.add_argument("--flavours", nargs="+", default=flavours(), choices=flavours(), help="default: all of these")
     parser.add_argument("--sanitizers", nargs="+", default=[*SANITIZERS], choices=[*SANITIZERS], help="default: both")
-    parser.add_argument("--no-tests", action="store_true", help="random programs alone")
-    parser.add_argument("--folder", type=Path, default=ROOT / ".native", help="for what is built (default: .native)")
+    parser.add_argument("--no-tests", action="store_true", help="only random programs")
+    parser.add_argument("--folder", type=Path, default=ROOT / ".native", help="for the libraries (default: .native)")
     options = parser.parse_args()
     missing = [name for name in native.FLAVOURS if name not in map(capability, options.flavours)]
     jobs = [("address", flavour) for flavour in options.flavours if "address" in options.sanitizers]
@@ -131,7 +131,7 @@ def main() -> None:
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for built in [pool.submit(build, folders[job], job[1], job[0]) for job in jobs]:
             built.result()
-    print("built; not run, for this machine cannot, or was not asked to:", ", ".join(missing) or "none", flush=True)
+    print("built; not run (not possible here, or left out):", ", ".join(missing) or "none", flush=True)
     passed = True
     for sanitizer, flavour in jobs:
         folder, programs = folders[sanitizer, flavour], options.programs

@@ -1,8 +1,7 @@
-"""Time passes by rows and context, on a quiet machine and beside a program that keeps a core busy, in turn.
+"""Time passes by rows and context, alternately on a quiet machine and beside a program that keeps a core busy.
 
-The other program is stopped and goes on by signals. On a quiet machine the shortest time counts, beside the program the
-median. The cache holds random numbers: what was never written to is one page of zeros to Linux, and is read from the
-first cache.
+Signals stop and resume the other program. On a quiet machine the shortest time counts, beside the program the median.
+The KV cache holds random numbers, because Linux maps unwritten memory to a single page of zeros, which L1 would hold.
 
     python scripts/time_passes.py --model M --dtype bfloat16
 """
@@ -39,7 +38,7 @@ def filled_cache(runner: FusedRunner, tokens: np.ndarray, context: int) -> Looka
 
 
 def time_pass(runner: FusedRunner, cache: LookaheadCache, tokens: np.ndarray) -> float:
-    """Return the milliseconds of a pass over a chain of tokens. The cache is left as it was."""
+    """Return the milliseconds of a pass over a chain of tokens. The cache is unchanged afterwards."""
     step = lay_out(tokens[0], GuessTree.chain(tokens[1:], Origin.TEXT))
     start = time.perf_counter()
     runner.run([step], cache)
@@ -53,13 +52,13 @@ def time_pass(runner: FusedRunner, cache: LookaheadCache, tokens: np.ndarray) ->
 @cli.dtype
 @click.option("--rows", default="1,2,4,8,16,32,64", show_default=True)
 @click.option("--contexts", default="256,2048,6000", show_default=True)
-@click.option("--rounds", default=12, show_default=True, help="Each of a few passes of each kind.")
+@click.option("--rounds", default=12, show_default=True, help="Rounds, each with a few passes of each kind.")
 @torch.no_grad()
 def main(model_name, dtype, rows, contexts, rounds) -> None:
     model, _ = load(model_name, dtype, "cpu")
     runner = fused_runner(model, find_adapter(model), packs=True)
     if not isinstance(runner, FusedRunner):
-        sys.exit(f"passes are not one call: {runner}")
+        sys.exit(f"passes are not fused: {runner}")
     some, lengths = ([int(one) for one in text.split(",")] for text in (rows, contexts))
     tokens = np.random.default_rng(0).integers(0, model.config.get_text_config().vocab_size, max(some))
     caches = {length: filled_cache(runner, tokens, length) for length in lengths}

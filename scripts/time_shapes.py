@@ -1,8 +1,8 @@
-"""Time passes in the shapes of published models, beside the time in which memory streams the weights that they read.
+"""Time passes in the shapes of published models, and the time in which memory streams the weights that they read.
 
-Weights are random. Of large models, a few layers are built, and as large a share of the vocabulary: so layers and head
-keep their proportion. Passes are one call each, and timed as `lookahead tune` does it. A pass of several rows reads
-more experts: as many as differ on average, if each row chooses its own at random.
+Weights are random. Of large models, only a few layers and the same share of the vocabulary are built, so layers and
+lm_head keep their proportion. Passes are fused, and timed as in `lookahead tune`. Passes over several rows read more
+experts: the average number of different ones if each row chooses at random.
 
     python scripts/time_shapes.py --out OUT
 """
@@ -28,10 +28,10 @@ from lookahead.passes.measuring import time_passes
 from lookahead.tools.contention import Span, watch, why_no_ratio
 
 ROWS = 1, 8, 16, 64
-EVERY_EXPERT = 10**6  # rows of a pass that reads all of them
-DRAWN = 2**20 + 7  # random numbers, which are repeated. As no width divides this, rows and experts differ
+EVERY_EXPERT = 10**6  # rows of a pass that reads all experts
+DRAWN = 2**20 + 7  # random numbers, which are repeated. No width divides this, so rows and experts differ
 SLIDING, FULL = ["sliding_attention"], ["full_attention"]
-# Settings are as by default, but for these. layers: how many are built, of how many.
+# Settings that are not the defaults. layers: how many are built, of how many.
 SHAPES: dict[str, dict] = {
     "GPT-2": {"model_type": "gpt2"},
     "Phi-2": {
@@ -50,19 +50,20 @@ SHAPES: dict[str, dict] = {
 }
 NOTES = """
 
-- layers: those that are built, of the published model's.
-- bits a weight: of what passes read, the copy in fewer bits (`pack_weights`) among it.
-- MB read: weights of a pass over one row, in the model's dtype: all but embeddings and experts that are not chosen.
-- ms to read them: as many threads add up as many numbers in sequence, in the same run.
-- x reading: the time of a pass by the time to read the weights of its rows once.
+- layers: number of layers built, of the published model's.
+- bits a weight: of the weights that passes read, which may be packed (`pack_weights`).
+- MB read: weights of a pass over one row in the model's dtype, without embeddings and experts that are not chosen.
+- ms to read them: the time in which the same threads add up as many numbers in sequence, in the same run.
+- x reading: the time of a pass, divided by the time to read the weights of its rows once.
 """
 COPIED = {"gpt-oss-20b"}
-"""Their weights lie transposed, and the copy that passes need is so large that only `pack_weights=True` makes it."""
+"""Models with transposed weights: the copy that passes need is so large that only `pack_weights=True` makes it."""
 
 
 @contextmanager
 def quick_draws() -> Iterator[None]:
-    """Let transformers fill weights with numbers that repeat. To draw all of them takes minutes."""
+    """In this block, transformers fills weights with repeated random numbers. Drawing all of them would take
+    minutes."""
     drawn = torch.randn(DRAWN)
 
     def fill(tensor: torch.Tensor, mean: float = 0.0, std: float = 1.0, generator: object = None) -> torch.Tensor:
@@ -77,7 +78,7 @@ def quick_draws() -> Iterator[None]:
 
 
 def shaped(settings: dict, dtype: torch.dtype) -> PreTrainedModel:
-    """Build a shape of SHAPES."""
+    """Build the model of an entry of SHAPES."""
     settings = dict(settings)
     built, of = settings.pop("layers", (1, 1))
     if built < of:
@@ -95,7 +96,7 @@ def time_shape(name: str, model: PreTrainedModel, seconds: float) -> dict:
     """Return the seconds of passes and of reading, and the bytes read, by rows of a pass."""
     runner = fused_runner(model, find_adapter(model), packs=name in COPIED or AUTO)
     if isinstance(runner, str):
-        raise click.ClickException(f"{name} has no passes of one call: {runner}")
+        raise click.ClickException(f"passes of {name} are not fused: {runner}")
     span, before = watch(model.device), reading(model)
     times = time_passes(runner, [(rows, 0) for rows in ROWS], seconds)
     streamed = min(before, reading(model), key=lambda read: read["seconds"])

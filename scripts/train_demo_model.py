@@ -1,8 +1,8 @@
-"""Train the small Llama that comes with the package, from scratch, on the Python standard library.
+"""Train the small Llama of the package from scratch on the Python standard library.
 
-The data are only the ``.py`` files of the interpreter that runs this script (PSF License 2.0). One file in twenty,
-chosen by the hash of its path, is held out to measure the loss. The output is an ordinary Hugging Face folder: config,
-bf16 weights, byte-level BPE tokenizer, and a model card with the figures of the run.
+The data are the ``.py`` files of the interpreter that runs this script (PSF License 2.0). One file in twenty, chosen by
+the hash of its path, is held out to measure the loss. The output is a Hugging Face folder: config, bf16 weights,
+byte-level BPE tokenizer, and a model card with the figures of the run.
 
     python scripts/train_demo_model.py --out lookahead/demo_model
 """
@@ -37,14 +37,14 @@ def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> np.ndarray:
-    """Return all texts as one int32 row of ids, with the end token before each text."""
+    """Return the ids of all texts as one int32 array, with the end token before each text."""
     end = tokenizer.eos_token_id
     encodings = tokenizer.backend_tokenizer.encode_batch(texts)
     return np.concatenate([np.array([end, *encoding.ids], dtype=np.int32) for encoding in encodings])
 
 
 def sequences(tokens: np.ndarray, rng: np.random.Generator, context: int = CONTEXT) -> Iterator[np.ndarray]:
-    """Yield sequences of context + 1 ids without end; each epoch cuts at a new offset and shuffles the pieces."""
+    """Yield sequences of context + 1 ids forever; each epoch cuts at a new offset and shuffles the pieces."""
     while True:
         pieces = tokens[rng.integers(context) :]
         pieces = pieces[: len(pieces) // (context + 1) * (context + 1)].reshape(-1, context + 1)

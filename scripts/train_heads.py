@@ -1,23 +1,23 @@
-"""Train heads that guess what a model will say, on texts that the model itself has written.
+"""Train heads that guess a model's next tokens, on texts that the model itself has written.
 
-A model with a chat template writes the user's turns too (Magpie, arXiv 2406.08464), or answers given prompts. Another
-model goes on with given prompts, or with passages of the Python standard library. Texts are added to --texts until
-there are enough, so a later run goes on with them, and several kinds of heads share them. The model then reads them
-once. Its hidden states are the heads' input, and its most likely next tokens, with their probabilities, the target. One
-text in twenty is held out.
+A model with a chat template answers given prompts, or also writes the user's turns (Magpie, arXiv 2406.08464). Another
+model continues given prompts, or passages of the Python standard library. Texts are added to --texts until there are
+enough, so later runs and several kinds of heads can use the same file. The model then computes the texts once. Its
+hidden states are the heads' input; its top next tokens and their probabilities are the target. One text in twenty is
+held out.
 
-- medusa: each head is x + SiLU(W x + b) and a projection, which begins as the model's (arXiv 2401.10774).
-- eagle: one layer that makes the next feature, projected by the model (arXiv 2401.15077).
-- eagle3: one layer that reads three layers' outputs, with a projection of its own (arXiv 2503.01840).
+- medusa: each head is x + SiLU(W x + b) and a projection, initially the model's (arXiv 2401.10774).
+- eagle: one layer that predicts the next feature, with the model's projection (arXiv 2401.15077).
+- eagle3: one layer that reads three layers' outputs, with its own projection (arXiv 2503.01840).
 
-Both kinds of EAGLE are trained as they will guess: in each step, they go on from their own features a few times
-(EAGLE-3, section 3.2). Where the model has more tokens than --vocabulary, the loss counts only those that the texts
-have most often, and medusa and eagle3 know no others.
+Both kinds of EAGLE are trained as they will guess: in each step, they continue from their own features a few times
+(EAGLE-3, section 3.2). If the model has more tokens than --vocabulary, the loss counts only the most frequent ones in
+the texts, and medusa and eagle3 have no others.
 
     python scripts/train_heads.py --model lookahead/demo_model --kind eagle --out heads
     python scripts/train_heads.py --model M --kind medusa --texts heads/texts.jsonl --out heads-medusa
 
-OUT can be read by `lookahead.MedusaSource` or `lookahead.EagleSource`. Its model card has the figures of the run.
+OUT can be read by `lookahead.MedusaSource` or `lookahead.EagleSource`. The model card has the figures of the run.
 """
 
 import json
@@ -68,7 +68,7 @@ def medusa_files(heads: MedusaHeads, tokens: torch.Tensor, vocabulary: int) -> t
 
 
 def eagle_files(model: PreTrainedModel, heads: EagleHead, tokens: torch.Tensor, vocabulary: int) -> tuple:
-    """Do the same, in the original layout. The model's embedding serves, and for EAGLE the model's projection."""
+    """The same, in the original layout. The heads use the model's embedding and, for EAGLE, the model's projection."""
     tensors = dict(heads.state_dict())
     layer = layer_config(model)
     names = (
@@ -127,9 +127,9 @@ the places whose tokens above it are right: {chain:.2f} tokens a step with one b
 @click.option("--out", type=click.Path(path_type=Path), required=True)
 @click.option("--texts", type=click.Path(path_type=Path), help="File of the model's texts.  [default: OUT/texts.jsonl]")
 @click.option("--tokens", default=200_000, show_default=True, help="Tokens that the model writes in all.")
-@click.option("--prompts", type=click.Path(path_type=Path), help="Prompts for it, in Spec-Bench's JSONL format.")
-@click.option("--vocabulary", default=8192, show_default=True, help="Most tokens that the heads know.")
-@click.option("--steps", default=600, show_default=True, help="Steps of training; 0 writes texts alone.")
+@click.option("--prompts", type=click.Path(path_type=Path), help="Prompts for the model, in Spec-Bench's JSONL format.")
+@click.option("--vocabulary", default=8192, show_default=True, help="Most tokens in the heads' vocabulary.")
+@click.option("--steps", default=600, show_default=True, help="Steps of training; 0 only writes texts.")
 @click.option("--batch", default=2048, show_default=True, help="Most tokens of a step.")
 @click.option("--rate", default=2e-3, show_default=True, help="Peak learning rate.")
 @click.option("--seed", default=0, show_default=True)

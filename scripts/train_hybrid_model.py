@@ -1,9 +1,9 @@
 """Train a small hybrid with a multi-token-prediction layer, from scratch, on the Python standard library.
 
-The layers are Qwen3.5's: three of the gated delta rule, then one of full attention. The last layer's output and the
-next token enter one more layer, which predicts the token after that (DeepSeek-V3, arXiv 2412.19437, section 2.2); both
-are trained together. The data are those of `train_demo_model.py`. The output is a folder as Qwen3.5 is published, with
-the layer's tensors under `mtp.`.
+The layers are Qwen3.5's: three with the gated delta rule, then one with full attention. One more layer takes the last
+layer's output and the next token, and predicts the token after that (DeepSeek-V3, arXiv 2412.19437, section 2.2). Both
+are trained together. The data are those of `train_demo_model.py`. The output is a folder like Qwen3.5's, with the
+additional layer's tensors under `mtp.`.
 
     python scripts/train_hybrid_model.py --tokenizer lookahead/demo_model --out hybrid
 """
@@ -25,9 +25,9 @@ from transformers.modeling_layers import MtpLayer
 from bench.training import descend, optimizers, standard_library
 from lookahead.compat import CACHE
 
-WEIGHT = 0.3  # of the second loss
+WEIGHT = 0.3  # of the additional layer's loss
 PASSAGE = 500  # characters of a prompt
-PUBLISHED = {  # what Qwen3.5 calls the parts of the layer
+PUBLISHED = {  # names of the layer's parts in Qwen3.5's files
     "eh_proj.": "fc.", "enorm.": "pre_fc_norm_embedding.", "hnorm.": "pre_fc_norm_hidden.", "post_norm.": "norm.",
     "mtp_block.": "layers.0.",
 }  # fmt: skip
@@ -112,7 +112,7 @@ def main(tokenizer_name: str, out: Path, steps: int, batch: int, context: int, r
         parts = [torch.stack(losses(model, mtp, ids)) for ids in held.split(8)]
     first, second = torch.stack(parts).mean(0).tolist()
     click.echo(
-        f"held-out loss {first:.3f} nats per token, {second:.3f} of the multi-token-prediction layer, "
+        f"held-out loss {first:.3f} nats per token, {second:.3f} for the multi-token-prediction layer, "
         f"{(time.perf_counter() - start) / 60:.0f} minutes"
     )
 

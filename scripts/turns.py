@@ -1,6 +1,6 @@
-"""Measure how long the turns of a chat wait for their first text, by any server of OpenAI's API.
+"""Measure the time to first text in the turns of a chat, with any server of OpenAI's API.
 
-The first turn holds a long text, of about --tokens tokens, each later one a short question; the whole history is sent
+The first turn is a long text of --characters characters; each later turn is a short question. The whole history is sent
 each time. Answers are streamed.
 
     lookahead serve --model M --dtype bfloat16 --port 8000 &
@@ -31,10 +31,10 @@ COLUMNS = ["turn", "tokens of the prompt", "cached", "first text, s", "answer, s
 
 @click.command()
 @click.option("--url", default="http://localhost:8000/v1", show_default=True)
-@click.option("--model", help="As the server names it; by default, the first that it lists.")
+@click.option("--model", help="The server's name for the model; by default, the first that it lists.")
 @click.option("--history", type=click.Path(exists=True, dir_okay=False, path_type=Path), required=True,
               help="Text of the first turn.")  # fmt: skip
-@click.option("--characters", type=int, default=10_000, show_default=True, help="Of the text that are sent.")
+@click.option("--characters", type=int, default=10_000, show_default=True, help="Length of the first turn's text.")
 @click.option("--turns", type=click.IntRange(1, len(QUESTIONS)), default=5, show_default=True)
 @cli.new_tokens
 @click.option("--out", type=cli.OUT, metavar="OUT", help="Write OUT.md and OUT.json.")

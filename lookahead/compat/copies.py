@@ -1,4 +1,4 @@
-"""Private names by which a module is copied."""
+"""Private names of torch for copying a module."""
 
 import copy
 
@@ -8,9 +8,9 @@ from lookahead.compat import replaces_forward
 
 
 def copy_of_module(module: nn.Module, children: dict[str, nn.Module]) -> nn.Module:
-    """A copy of a module with these children in place of its own of the same names. All else is the module's own.
+    """A copy of a module that shares everything with it except these children, by name.
 
-    What ``module.compile()`` made is left behind, and a forward of trl: they would run the module itself.
+    A compiled call (``module.compile()``) and trl's forward are not copied, because they would run the original.
     """
     copied = copy.copy(module)
     if not replaces_forward(module):

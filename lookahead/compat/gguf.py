@@ -15,26 +15,26 @@ _LOADING = "transformers.modeling_gguf_pytorch_utils"
 
 @cache
 def gguf_class(name: str) -> Any:
-    """A class of modules that keep the blocks of a GGUF file, of transformers 5.24 and newer; None before."""
+    """A class of transformers' modules that keep the blocks of a GGUF file; None before transformers 5.24."""
     with suppress(ImportError, AttributeError):
         return getattr(import_module("transformers.integrations.gguf.utils"), name)
     return None
 
 
 def gguf_name(ggml_type: int) -> str:
-    """The name of a form of blocks."""
+    """The name of a block format."""
     return import_module("transformers.integrations.gguf.dequant").GGML_NAME.get(ggml_type, str(ggml_type))
 
 
 def config_of(path: str) -> dict[str, Any]:
-    """The settings of the model in a GGUF file, which its metadata say."""
+    """The model's configuration, from the metadata of a GGUF file."""
     return import_module(_LOADING).load_gguf_checkpoint(path)["config"]
 
 
 @contextmanager
 def metadata_read_once() -> Iterator[None]:
-    """Within, transformers reads the metadata of a GGUF file once. Else it reads them for the configuration, for the
-    words and for the model each, which takes seconds where there are 100,000 words.
+    """In this block, transformers parses the metadata of a GGUF file only once. Otherwise it does so for the
+    configuration, for the tokenizer and for the model, which takes seconds with 100,000 tokens.
     """
     loading: Any = import_module(_LOADING)
     read = loading.load_gguf_checkpoint
@@ -55,27 +55,27 @@ def metadata_read_once() -> Iterator[None]:
 
 
 def has_conversions(architecture: str) -> bool:
-    """Whether transformers loads the files of an architecture in another way, from 5.24 on, than this module knows."""
+    """Whether transformers (from 5.24 on) loads files of this architecture by a way that this module does not know."""
     with suppress(ImportError, AttributeError):
         return architecture in import_module("transformers.integrations.gguf").GGUF_ARCHS
     return False
 
 
 class Conversion:
-    """What transformers makes of the tensors of a GGUF file."""
+    """How transformers converts the tensors of a GGUF file to parameters."""
 
     def __init__(self, model: nn.Module, architecture: str, config: dict[str, Any]):
-        """architecture, config: what the file says of the model."""
+        """architecture, config: of the file's model."""
         loading = import_module(_LOADING)
         self._processor = loading.TENSOR_PROCESSORS.get(architecture, loading.TensorProcessor)(config=config)
         self._names = loading.get_gguf_hf_weights_map(model, self._processor)
 
     def name_of(self, name: str) -> str | None:
-        """The parameter that a tensor becomes; None if it becomes none, or not it alone."""
+        """The parameter that a tensor becomes; None if there is none, or if it holds several tensors."""
         return self._names.get(name)
 
     def convert(self, name: str, numbers: np.ndarray, found: dict[str, Any]) -> tuple[str | None, np.ndarray]:
-        """Return the name of a parameter and its numbers; without a name where those in ``found`` are written to."""
+        """Return the name and numbers of a parameter; None as the name if they were written into ``found`` instead."""
         loading_state = {"tensors": found}
         result = self._processor.process(
             weights=numbers, name=name, tensor_key_mapping=self._names, parsed_parameters=loading_state
@@ -83,9 +83,9 @@ class Conversion:
         return self._names.get(result.name), result.weights
 
     def order_of_rows(self, name: str, rows: int) -> np.ndarray | None:
-        """Which row of a tensor each row of the parameter is; None if more is done to them than ordering."""
+        """For each row of the parameter, its row in the tensor; None if the conversion does more than reorder rows."""
         numbers = np.repeat(np.arange(rows)[:, None], 2, axis=1)
-        with suppress(Exception):  # what is done to tensors of other shapes may fail
+        with suppress(Exception):  # the conversion may fail for tensors of this shape
             converted, order = self.convert(name, numbers, {})
             is_whole = order.shape == numbers.shape and (order[:, 0] == order[:, 1]).all()
             if converted == self.name_of(name) and is_whole and (np.sort(order[:, 0]) == numbers[:, 0]).all():
@@ -93,12 +93,12 @@ class Conversion:
         return None
 
     def part_of(self, name: str) -> tuple[str, int, int] | None:
-        """The parameter that takes a tensor of matrices, which part of its rows they become, and of how many parts.
+        """The parameter that contains a tensor of matrices; which part of its rows they are, and of how many parts.
 
-        None if something else is done to them.
+        None if they are converted in another way.
         """
         numbers, found = np.arange(1, 25, dtype=np.float32).reshape(2, 3, 4), dict[str, Any]()
-        with suppress(Exception):  # what is done to tensors of other shapes may fail
+        with suppress(Exception):  # the conversion may fail for tensors of this shape
             self.convert(name, numbers, found)
             ((parameter, taken),) = found.items()
             of = taken.shape[1] // 3

@@ -16,8 +16,8 @@ from lookahead.compat import CACHE
 MTP_COUNTS = ("num_mtp_layers", "num_nextn_predict_layers", "mtp_num_hidden_layers")
 """What configurations call the number of multi-token-prediction layers."""
 
-# Qwen's checkpoints have one such layer, whose norms and projection stand beside it. transformers knows their names
-# since 5.23, for Mellum's sake.
+# Qwen's checkpoints have one such layer, with its norms and projection outside of it. transformers has known these
+# names since 5.23, for Mellum.
 _QWEN = (
     (r"^layers\.(\d+)\.(?!(?:mtp_block|enorm|hnorm|eh_proj|post_norm)\.)", r"layers.\1.mtp_block."),
     (r"^fc\.", "layers.0.eh_proj."),
@@ -25,14 +25,14 @@ _QWEN = (
     (r"^pre_fc_norm_hidden\.", "layers.0.hnorm."),
     (r"^norm\.", "layers.0.post_norm."),
 )
-# MiMo's, whose class its checkpoints bring along.
+# MiMo's checkpoints, which bring their own model class.
 _MIMO = (
     *(
         (rf"^(?:model\.)?mtp_layers\.(\d+)\.{theirs}\.", rf"layers.\1.{ours}.")
         for theirs, ours in (
             ("token_layernorm", "enorm"),
             ("hidden_layernorm", "hnorm"),
-            ("(?:input_proj|eh_proj)", "eh_proj"),  # some versions have renamed it already
+            ("(?:input_proj|eh_proj)", "eh_proj"),  # some versions of transformers rename it first
             ("final_layernorm", "post_norm"),
         )
     ),
@@ -41,7 +41,7 @@ _MIMO = (
 
 
 class _WithMtp:
-    """A model, with what transformers asks of one before it reads its multi-token-prediction layers."""
+    """A model, with the attributes that transformers needs to read its multi-token-prediction layers."""
 
     def __init__(self, model: PreTrainedModel, path: str):
         self._model = model
@@ -56,7 +56,7 @@ class _WithMtp:
         if text.model_type == "mimo":
             text.mtp_hidden_states_first = True
         first = text.num_hidden_layers
-        # Classes name the places of the layers in the first checkpoints of their family.
+        # The model's class names only the layers of the first checkpoints of its family.
         numbers = "|".join(str(first + k) for k in range(count))
         self._keys_to_ignore_on_load_unexpected = [r"(^|\.)mtp(_layers)?\.", rf"(^|\.)layers\.({numbers})\."]
         known = getattr(model, "_weight_conversions", None)
@@ -68,15 +68,15 @@ class _WithMtp:
 
 
 def mtp_model(model: PreTrainedModel, path: str) -> MtpModel:
-    """Read the multi-token-prediction layers of a checkpoint, in the model's dtype; they share all else with the model.
+    """Read a checkpoint's multi-token-prediction layers, in the model's dtype. They share the rest with the model.
 
-    Raises RuntimeError if a tensor is missing or has another shape, and what transformers raises for a model whose
-    layers it cannot make.
+    Raises RuntimeError if a tensor is missing or has another shape, and transformers' errors if it cannot make the
+    layers.
     """
     device = model.get_output_embeddings().weight.device
     like_model: Any = _WithMtp(model, path)
     heads = MtpModel.from_pretrained(like_model, device_map={"": device})
-    heads.set_attn_implementation("sdpa")  # which takes any mask
+    heads.set_attn_implementation("sdpa")  # it takes any mask
     return heads.eval()
 
 
@@ -84,10 +84,10 @@ def run_mtp_layer(
     heads: MtpModel, layer: int, said: torch.Tensor, states: torch.Tensor, positions: torch.Tensor, sees: torch.Tensor,
     cache: Cache | None,
 ) -> torch.Tensor:  # fmt: skip
-    """Run one of the layers over tokens of one text, and return its states of them, [n, hidden].
+    """Run one of the layers over tokens of one text, and return its states, [n, hidden].
 
-    said: the tokens' embeddings, [n, hidden]. states: of the tokens before, which they are joined with. positions:
-    int64 [n]. sees: bool [n, keys], of the cache and then of these tokens.
+    said: the tokens' embeddings, [n, hidden]. states: the state to join with each embedding: that of the token before,
+    [n, hidden]. positions: int64 [n]. sees: bool [n, keys], the mask over the cache and then these tokens.
     """
     turned, kind = None, {}
     if heads.rotary_emb is not None:
@@ -103,5 +103,5 @@ def run_mtp_layer(
 
 
 def mtp_logits(heads: MtpModel, states: torch.Tensor) -> torch.Tensor:
-    """What the model's projection says of states that the layers have made."""
+    """The logits of states of the layers, by the model's lm_head."""
     return heads._project_to_logits(states)

@@ -8,19 +8,19 @@ def flash_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return attention, and the log-sum-exp of its scores, float32 [batch, heads, queries].
 
-    On a GPU, a mask must not leave its first two dimensions to be repeated.
+    On a GPU, the mask's first two dimensions must be [batch, heads]; they are not broadcast.
     """
     if query.is_cuda:
         efficient = torch.ops.aten._scaled_dot_product_efficient_attention
         out, log_sums, *_ = efficient(query, key, value, mask, True, scale=scale)
-        return out, log_sums[..., : query.shape[2]]  # its rows are padded
+        return out, log_sums[..., : query.shape[2]]  # the kernel pads the rows
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     return kernel(query, key, value, attn_mask=mask, scale=scale)
 
 
 def grouped_products(x: torch.Tensor, weights: torch.Tensor, stops: torch.Tensor) -> torch.Tensor:
-    """Multiply groups of rows with a weight each: [rows, inputs] by [groups, inputs, outputs].
+    """Multiply each group of rows by its own weight: [rows, inputs] by [groups, inputs, outputs].
 
-    stops: of each group, the row behind its last one, int32 [groups].
+    stops: the end of each group's rows, exclusive, int32 [groups].
     """
     return torch._grouped_mm(x, weights, offs=stops)

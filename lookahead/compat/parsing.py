@@ -4,5 +4,5 @@ from typing import Any
 
 
 def unread(parser: Any) -> str:
-    """The end of what transformers' response parser was fed: the text that may be the beginning of a mark."""
+    """The text that transformers' response parser holds back, because it may be the beginning of a mark."""
     return parser._buffer[parser._pos :]

@@ -1,10 +1,10 @@
-"""Private or unstable names of weights that are quantized, each behind a function."""
+"""Private or unstable names of quantized weights, each behind a function."""
 
 import torch
 
 
 def quantization_of(tensor: torch.Tensor) -> str:
-    """What a tensor that wraps others says about them: how it quantizes, without its numbers."""
+    """How a tensor that wraps others is quantized: kinds and dtypes of its parts and its settings, without numbers."""
     names, settings = tensor.__tensor_flatten__()  # type: ignore[attr-defined]  # `is_plain` does not hold
     inner = [(name, getattr(tensor, name)) for name in names]
     return repr(([(name, type(part).__name__, getattr(part, "dtype", None)) for name, part in inner], settings))
@@ -14,11 +14,11 @@ _OF_ACTIVATIONS = "act_quant_kwargs", "act_pre_scale", "activation_quantization"
 
 
 def int8_weight(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """The int8 numbers [outputs, inputs] and the scales of a weight that torchao has quantized.
+    """The int8 numbers [outputs, inputs] and the scales of a weight quantized by torchao; None for other weights.
 
-    Scales [outputs] are those of sums. With scales [outputs, groups], torchao computes the weights of each group of
-    inputs, rounded to the weight's dtype, and multiplies with them. None for all other weights, also if activations are
-    scaled or quantized. Groups must be on the CPU, and count from zero.
+    Scales [outputs] apply to the sums. With scales [outputs, groups], torchao computes the weights of each group of
+    inputs, rounds them to the weight's dtype and multiplies by these. Weights are refused if activations are scaled or
+    quantized too. Grouped weights must be on the CPU and have no zero points other than 0.
     """
     kind = type(weight).__name__
     if kind not in ("Int8Tensor", "IntxUnpackedToInt8Tensor") or not type(weight).__module__.startswith("torchao."):

@@ -1,4 +1,4 @@
-"""What trl puts into a model that it trains."""
+"""Private names of trl, for models that it trains."""
 
 from types import FunctionType, MethodType
 
@@ -8,9 +8,9 @@ _HOME, _NAME = "trl.trainer.utils", "_fused_forward"
 
 
 def calls_forward_of_class(module: nn.Module) -> bool:
-    """Whether an object's own forward is that of trl's trainers.
+    """Whether the module's own forward is that of trl's trainers.
 
-    They tell it by ``fused_lm_head=True`` to make a loss. Else it calls the class's and does nothing more.
+    With ``fused_lm_head=True`` it computes a loss. Otherwise it only calls the class's forward.
     """
     found = vars(module)["forward"]
     function = getattr(found, "__func__", found)

@@ -1,21 +1,21 @@
-"""The versions of torch and transformers that were tested, for errors to name."""
+"""The tested versions of torch and transformers, for error messages."""
 
 import re
 import sys
 
 NEWEST_TESTED = {"torch": "2.15.0", "transformers": "5.24.0"}
-"""The newest versions with which the tests have passed."""
+"""The newest versions with which tests have passed."""
 
 
 def newer_than_tested() -> str:
-    """Say which versions installed here are newer than those tested, and how to go back; "" if none is."""
+    """Name the installed versions that are newer than the tested ones, and how to go back; "" if there are none."""
     here = {name: sys.modules[name].__version__ for name in NEWEST_TESTED}
     newer = [name for name, tested in NEWEST_TESTED.items() if _release(here[name]) > _release(tested)]
     if not newer:
         return ""
     installed = " and ".join(f"{name} {here[name]}" for name in newer)
     back = " ".join(f"{name}=={NEWEST_TESTED[name]}" for name in newer)
-    return f"{installed} is newer than what lookahead was tested with: `pip install {back}` goes back."
+    return f"{installed} is newer than lookahead was tested with: `pip install {back}` goes back."
 
 
 def _release(version: str) -> list[int]:

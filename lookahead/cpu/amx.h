@@ -1,6 +1,6 @@
-// The processor's matrix unit (Intel's AMX). It multiplies 16 rows of one matrix by 16 of another, over 32 columns, in
-// one instruction: bf16 numbers, added up in float32. So arithmetic takes less time than to read the weights, for up to
-// some dozens of rows.
+// The processor's matrix unit (Intel's AMX). One instruction multiplies 16 rows of one matrix by 16 rows of another,
+// over 32 columns: bf16 numbers, summed in float32. So for up to some dozens of rows, arithmetic takes less time than
+// reading the weights.
 
 #pragma once
 
@@ -10,12 +10,12 @@ namespace gemm {
 
 #ifdef HAS_AMX
 
-constexpr int SIDE = 16;   // outputs of a tile of weights, and rows of a tile of the input
-constexpr int DEPTH = 32;  // inputs of a tile, two in each lane
+constexpr int SIDE = 16;   // outputs in a tile of weights, and rows in a tile of the input
+constexpr int DEPTH = 32;  // inputs in a tile, two in each lane
 constexpr long TILE_BYTES = 1024;
 static const __m512i PLACES = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
 
-// Instructions of the unit. Registers are named by numbers known when this is compiled.
+// Instructions of the unit. The numbers of registers must be constants.
 #ifdef EMULATED_AMX  // `make test-native`
 #include "emulated_amx.h"
 #else
@@ -42,12 +42,12 @@ static INLINE void configure_tiles(const Configuration* configuration) {
 static INLINE void release_tiles() { asm volatile("tilerelease"); }
 #endif
 
-// Prefetch a line into the second cache, here and not wherever the compiler likes.
+// Prefetch a line into L2. Being assembly, it stays where it is written.
 static INLINE void prefetch_in_turn(const void* x) { asm volatile("prefetcht2 %0" ::"m"(*(const char*)x) : "memory"); }
 
-constexpr int WEIGHTS = 6;  // the register that always has SIDE rows
+constexpr int WEIGHTS = 6;  // the register for a tile of weights, which always has SIDE rows
 
-// Set the registers up: rows of 64 bytes, SIDE in the register WEIGHTS and `rows` in the other seven.
+// Configure the registers: rows of 64 bytes, SIDE of them in the register WEIGHTS and `rows` in the other seven.
 static INLINE void set_up_tiles(long rows = SIDE) {
     struct {
         uint8_t palette = 1, rest[15] = {};
@@ -58,7 +58,7 @@ static INLINE void set_up_tiles(long rows = SIDE) {
     configure_tiles(&configuration);
 }
 
-// The unit of the thread that makes this, for as long as it exists. Who uses the registers sets them up first.
+// Releases this thread's unit at the end. Code that uses the registers configures them first.
 struct AmxUnit {
     AmxUnit() {}  // so that it counts as used
     ~AmxUnit() { release_tiles(); }

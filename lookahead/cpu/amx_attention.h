@@ -1,7 +1,7 @@
 // Attention in bf16 by the processor's matrix unit (`amx.h`), with the arguments and the sums of `attention.h`.
 //
-// The lanes of a vector are SIDE queries that share a key head. The unit multiplies them with SIDE keys. Of the scores,
-// weights are made and rounded to bf16, which the unit multiplies with SIDE numbers of the values.
+// The lanes of a vector are SIDE queries that share a key head. The unit multiplies them by SIDE keys. The scores
+// become weights, which are rounded to bf16. The unit multiplies these by SIDE columns of the values.
 
 #pragma once
 
@@ -24,12 +24,12 @@ struct TileBlock {
     const long head, first, size = all.size, value_size = all.value_size;
     const bool is_causal = all.is_causal();
     const long free = all.free();
-    const BFloat16* key;  // the first of those at hand
-    long lead;            // places before it that are empty, so that tiles hold the keys of the same positions always
+    const BFloat16* key;  // the first key of this block
+    long lead;            // empty places before it, so that a position's place in a tile never changes
     alignas(64) Tile queries[GROUPS][STEPS];             // pairs of numbers by queries
     alignas(64) Tile values[KEYS / DEPTH][PLACES];       // pairs of keys by numbers
     alignas(64) Tile weights[KEYS / DEPTH];              // queries by pairs of keys
-    alignas(64) BFloat16 last_keys[SIDE * MAX_SIZE];     // if they are fewer than SIDE: then followed by others
+    alignas(64) BFloat16 last_keys[SIDE * MAX_SIZE];     // a copy of the last keys if they do not fill a tile
     alignas(64) Floats scores[KEYS + 4 * SIDE], products[4][SIDE];  // by queries; by numbers
     alignas(64) Floats sums[GROUPS][SIDE][PLACES], largest[GROUPS], total[GROUPS];
     int row[GROUPS][SIDE];
@@ -81,13 +81,13 @@ struct TileBlock {
         to[SIDE] = (Ints)_mm512_permutex2var_epi16(a, _mm512_add_epi16(halves, _mm512_set1_epi16(16)), b);
     }
 
-    // Let the queries of a group see n keys.
+    // Add n keys to the attention of a group's queries.
     void see(int group, long begin, long n) {
         const int* const rows = row[group];
         if (is_causal && begin > free + *std::max_element(rows, rows + lanes(group))) return;
         std::fill(scores, scores + lead, Floats{} + HIDDEN);
         for (long j = 0; j < n; j += 4 * SIDE) score(group, j, n);
-        const long seen = is_causal ? *std::min_element(rows, rows + lanes(group)) + 1 : 0;  // masked keys, by all rows
+        const long seen = is_causal ? *std::min_element(rows, rows + lanes(group)) + 1 : 0;  // by all rows, masked
         Floats now = largest[group], *const own = scores + lead;
         for (long j = 0; j < n; j++) own[j] *= all.scaling;
         if (all.cap)
@@ -122,7 +122,7 @@ struct TileBlock {
         repeat<4>([&](auto tile) { gemm::store_tile<tile>(scores + lead + j + tile * SIDE); });
     }
 
-    // The weights of the values of DEPTH keys, as a tile. Returns what they add up to.
+    // Write the weights of DEPTH keys as a tile. Returns their sum.
     INLINE Floats weigh(Floats largest, long j, long n) {
         Floats added[2] = {};
         Ints v[SIDE];
@@ -161,7 +161,7 @@ struct TileBlock {
         return D;
     }
 
-    // Add to the scores of up to SIDE masked keys, from masked key j on, whose places are given.
+    // Add the mask to the scores of up to SIDE masked keys, from masked key j on.
     INLINE void mask(int group, long j, Floats* places, long n) const {
         const __mmask16 some = n < SIDE ? (1 << n) - 1 : -1;
         Floats added[SIDE] = {};
@@ -220,9 +220,9 @@ static void block_in_tiles(const Attention<BFloat16>& all, long head, long first
 
 #endif
 
-// Bytes of a thread's room for `Attention::block`, and for `near_block` of a step with so many keys of its own.
+// Bytes of a thread's room for `Attention::block`, and for `near_block`. keys_of_step: number of the step's own keys.
 static inline long room_for(long keys_of_step) {
-    const long more = padded(std::max(0L, NEAR + keys_of_step));  // beside the KEYS that all have
+    const long more = padded(std::max(0L, NEAR + keys_of_step));  // in addition to KEYS
     const long bytes = sizeof(Space<BySingles>) + more * QUERIES * (long)sizeof(float);
 #ifdef HAS_AMX
     return aligned(std::max<long>(bytes, sizeof(TileBlock)));

@@ -1,9 +1,9 @@
-// GEMM by AMX (`amx.h`), with weights of all formats but 12 bits (`amx_gemm_indexed.h`).
+// GEMM by AMX (`amx.h`), for weights in all formats except 12 bits (`amx_gemm_indexed.h`).
 //
-// A tile of weights is SIDE rows of the matrix, as they stand in memory or as they are unpacked. Rows of the input become
-// columns of tiles, once for all outputs. A float32 number of the input is the sum of three bf16 numbers, which have 8 of
-// its 24 binary digits each, and its row takes three columns: neighbours, or the same column of three tiles if the rows
-// need as many. So float32 is served where weights are bytes. A row is rounded the same alone and among others.
+// A tile of weights is SIDE rows of the matrix, either read from memory directly or unpacked. Rows of the input become
+// columns of tiles, once for all outputs. A float32 number of the input is the sum of three bf16 numbers, each with 8
+// of its 24 binary digits. So a float32 row takes three columns: neighbours, or the same column of three tiles if the
+// rows fill three. Then float32 inputs can be multiplied by bytes. A row is rounded the same alone and among others.
 
 #pragma once
 
@@ -14,12 +14,13 @@ namespace gemm {
 
 #ifdef HAS_AMX
 
-constexpr int MOST = 4;                     // tiles of the input at a time: their sums take 4 of 8 tile registers
-constexpr long PLAIN_AHEAD = 256 * 1024;    // bytes between weights taken as they are and those prefetched, at most
+constexpr int MOST = 4;                     // most tiles of the input at a time: their sums take 4 of 8 tile registers
+constexpr long PLAIN_AHEAD = 256 * 1024;    // most bytes by which weights are prefetched if they are not unpacked
 constexpr long IN_TURN = 192;               // outputs whose weights stay in L2 for all rows: 600 KB of 1,536 inputs in bf16
-constexpr int FEW = 4;                      // columns that are cheaper to collect than to transpose
+constexpr int FEW = 4;                      // most columns that are cheaper to gather than to transpose
 
-// bf16 numbers that add up to a number of the input; rows of the input whose sums the registers hold; and their tiles.
+// PARTS: bf16 numbers that add up to a number of the input. ROWS: rows of the input whose sums fit into the registers.
+// TILES: their tiles.
 template <class T>
 constexpr int PARTS = sizeof(T) == 4 ? 3 : 1;
 template <class T>
@@ -28,7 +29,7 @@ constexpr long ROWS = MOST / PARTS<T> * SIDE;
 template <class T>
 constexpr int TILES = ROWS<T> / SIDE * PARTS<T>;
 
-// Tiles that rows of the input take at each step.
+// Number of tiles of the input at each step.
 template <class T>
 static INLINE long tiles_of(long rows) {
     return rows / ROWS<T> * TILES<T> + (rows % ROWS<T> * PARTS<T> + SIDE - 1) / SIDE;
@@ -39,7 +40,7 @@ static INLINE long bytes_of_tiles(long rows, long inputs) {
     return tiles_of<T>(rows) * (inputs / DEPTH) * TILE_BYTES;
 }
 
-// Whether each part of the rows has a tile of its own, where they take so many tiles. Otherwise parts are neighbours.
+// Whether each part of a number has its own tile, if the rows take this many tiles. Otherwise parts are neighbours.
 template <class T>
 static INLINE constexpr bool are_apart(long tiles) {
     return PARTS<T> > 1 && tiles == PARTS<T>;
@@ -50,14 +51,14 @@ static INLINE void split(const BFloat16* x, Ints* to) { *to = *(const Unaligned<
 static INLINE void split(const float* x, Ints* to) {
     Floats first = *(const Unaligned<Floats>*)x, second = *(const Unaligned<Floats>*)(x + L);
     UNROLL for (int part = 0; part < PARTS<float>; part++) {
-        const Ints a = (Ints)first & ~0xffff, b = (Ints)second & ~0xffff;  // so many digits, not rounded
+        const Ints a = (Ints)first & ~0xffff, b = (Ints)second & ~0xffff;  // truncated to bf16, not rounded
         to[part] = (a >> 16 & 0xffff) | b;
-        first = first == (Floats)a ? Floats{} : first - (Floats)a;  // an infinite number leaves nothing
+        first = first == (Floats)a ? Floats{} : first - (Floats)a;  // infinity minus infinity would be NaN
         second = second == (Floats)b ? Floats{} : second - (Floats)b;
     }
 }
 
-// Bring the inputs of one step, of all rows, into tiles: [steps][tiles][pairs of inputs][columns].
+// Pack the inputs of one step, of all rows, into tiles: [steps][tiles][pairs of inputs][columns].
 template <class T>
 static void fill_tiles(const T* x, long rows, long inputs, long step, Ints* tiles) {
     tiles += step * tiles_of<T>(rows) * SIDE;
@@ -78,7 +79,7 @@ static void fill_tiles(const T* x, long rows, long inputs, long step, Ints* tile
     }
 }
 
-// Whether the unit multiplies with this matrix.
+// Whether AMX serves this matrix.
 template <class T>
 static INLINE bool takes_tiles(const Matrix<T>& matrix, long inputs) {
     return inputs % DEPTH == 0 && (sizeof(T) == 2 || matrix.format == INDEXED || matrix.format == BYTES);
@@ -126,8 +127,8 @@ static INLINE void put_row(const Matrix<T>& matrix, Floats sums, long row, long 
 }
 
 // GEMM of rows that take N tiles. A unit of work is O tiles of outputs by two steps along the inputs. While the matrix
-// unit multiplies, the weights of the next unit of work are unpacked. Sums are stored after that, so nothing waits for
-// them.
+// unit multiplies, the processor unpacks the weights of the next unit of work. Finished sums are stored one unit of
+// work later, so nothing waits for them.
 template <class By, class Weight, int N>
 struct Products {
     typedef typename By::Number T;
@@ -136,19 +137,19 @@ struct Products {
     static constexpr bool ARE_APART = are_apart<T>(N);
 
     const Ints* x;      // tiles of the input
-    const long stride;  // from those of a step to those of the next
+    const long stride;  // from the tiles of a step to those of the next
     const Matrix<T>& matrix;
     const long row, rows, inputs;
     const long steps = inputs / DEPTH;
     alignas(64) Ints unpacked[2][2][O * SIDE] = {};  // weights of this unit of work and of the next
-    alignas(64) Floats sums[O * N][SIDE];            // of outputs by columns
-    long stored = 0, outputs_stored = 0;             // which outputs' sums are not in the matrix yet, and how many
+    alignas(64) Floats sums[O * N][SIDE];            // outputs by columns
+    long stored = 0, outputs_stored = 0;             // first output in `sums` that `put` has not written, and how many
 
     // Add the products of a step with OUT tiles of weights.
     template <int OUT>
     INLINE void add(long step, const void* weights, long bytes) const {
-        constexpr int INPUTS = 8 - OUT * N - OUT;  // registers that sums and weights leave
-        if constexpr (INPUTS < 1)  // weights are nearer than the input, so they are loaded again
+        constexpr int INPUTS = 8 - OUT * N - OUT;  // registers that are left for the input
+        if constexpr (INPUTS < 1)  // weights are in a nearer cache than the input, so they are loaded repeatedly
             repeat<N>([&](auto n) {
                 load_tile<7>(x + step * stride + n * SIDE, TILE_BYTES / SIDE);
                 repeat<OUT>([&](auto o) {
@@ -167,7 +168,7 @@ struct Products {
             });
     }
 
-    // Unpack the weights of some outputs, SIDE at most, at a step and the next.
+    // Unpack the weights of up to SIDE outputs, for a step and the next.
     INLINE void unpack(long first, long count, long step, Ints* to, Ints* to_next) const {
         const long i = step * DEPTH;
         const bool both = step + 1 < steps;
@@ -188,7 +189,7 @@ struct Products {
         run_unpacked<1>(first, end);
     }
 
-    // Outputs first..end-1 by OUT tiles at a time. Returns the output that is next: end, if OUT is 1.
+    // Compute outputs first..end-1, OUT tiles at a time. Returns the first output that is left; end if OUT is 1.
     template <int OUT>
     long run_unpacked(long first, long end) {
         constexpr long WIDTH = OUT * SIDE;
@@ -219,7 +220,7 @@ struct Products {
         return end;
     }
 
-    // The same for weights that are taken as they are, and whole tiles. Returns the output that is next.
+    // The same for bf16 weights, which are not unpacked, in whole tiles. Returns the first output that is left.
     long run_plain(long first, long end) {
         const long bytes = inputs * sizeof(Weight), all = O * SIDE * bytes;
         for (; first + O * SIDE <= end; first += O * SIDE) {
@@ -239,7 +240,7 @@ struct Products {
         return first;
     }
 
-    // Store what the sums add up to, with the bias.
+    // Write the stored sums to the output, with the bias.
     INLINE void put() {
         for (long done = 0; done < outputs_stored; done += SIDE) {
             Floats columns[N * SIDE];
@@ -259,7 +260,7 @@ struct Products {
         outputs_stored = 0;
     }
 
-    // `transpose` for n columns.
+    // `transpose`, for n columns only.
     static INLINE void collect(Floats* columns, long n) {
         Floats few[FEW];
         const __m512i places = _mm512_slli_epi32(PLACES, 4);
@@ -287,7 +288,7 @@ static void multiply_tiles(long rows, const Ints* x, const Matrix<typename By::N
         }
 }
 
-// The same for weights of any type but Indexed.
+// The same, for the matrix's format. It must not be INDEXED.
 template <class By>
 static void multiply_in_columns(long rows, const Ints* x, const Matrix<typename By::Number>& matrix, long inputs,
                                 long begin, long end) {

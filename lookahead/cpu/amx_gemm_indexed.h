@@ -1,12 +1,12 @@
 // GEMM by AMX (`amx.h`) with weights in 12 bits (`indexed.h`).
 //
-// A tile of weights has SIDE outputs in its columns, for the bytes lie so. The rows of a tile of the input are rows of
-// the input as they stand, and those of a tile of sums are the rows of the output. So nothing is transposed, and the unit
-// takes the shorter, the fewer rows there are. Parts of a float32 number (`split`) are rows of their own.
+// The columns of a tile of weights are SIDE outputs, in the order of the packed bytes. The rows of a tile of the input
+// are rows of the input, and those of a tile of sums are rows of the output. So nothing is transposed, and the fewer
+// rows there are, the less time the unit takes. Parts of a float32 number (`split`) have their own rows.
 //
-// Weights are fetched, unpacked and multiplied with. Each takes about as long as the others, so none may wait for
-// another. But a processor looks only some hundreds of instructions ahead. So the three take turns, in small portions:
-// while the unit multiplies with one block, the next is unpacked, and a later one prefetched.
+// Weights are fetched, unpacked and multiplied. These take about equally long, so none may wait for another. But a
+// processor looks only some hundreds of instructions ahead. So the three alternate in small portions: while the unit
+// multiplies by one block, the next block is unpacked and a later one is prefetched.
 
 #pragma once
 
@@ -16,13 +16,13 @@ namespace gemm {
 
 #ifdef HAS_AMX
 
-constexpr long AHEAD_OF_UNPACKED = 48 * 1024;  // bytes between weights that are unpacked and those prefetched with them
+constexpr long AHEAD_OF_UNPACKED = 48 * 1024;  // bytes between the weights being unpacked and those prefetched
 
-// How the rows of an input are laid out, a line for each part of each: [steps][turns][tiles][lines][pairs of inputs].
+// The layout of the input, with a line for each part of each row: [steps][turns][tiles][lines][pairs of inputs].
 template <class T>
 struct Lines {
-    long turns, rows;   // the weights are gone through so often, each time for so many rows, whose sums registers hold
-    long tiles, lines;  // these rows are so many tiles of so many lines
+    long turns, rows;   // passes over the weights, and rows in each, whose sums fit into the registers
+    long tiles, lines;  // tiles of a turn's rows, and lines in each
 
     explicit Lines(long all)
         : turns(std::max(1L, (all + ROWS<T> - 1) / ROWS<T>)),
@@ -30,12 +30,12 @@ struct Lines {
           tiles(PARTS<T> == 1 || rows * PARTS<T> <= SIDE ? (rows + SIDE - 1) / SIDE : PARTS<T>),
           lines(PARTS<T> == 1 ? (rows + tiles - 1) / tiles : tiles == 1 ? rows * PARTS<T> : rows) {}
 
-    // Vectors of a turn in a step, and of a step.
+    // Number of vectors of a turn in a step, and of all turns in a step.
     long of_turn() const { return tiles * lines; }
     long of_step() const { return turns * of_turn(); }
     long bytes(long inputs) const { return inputs / DEPTH * of_step() * sizeof(Ints); }
 
-    // Bring the inputs of one step, of all rows, into lines. Parts of a row are neighbours, or each has a tile of its own.
+    // Pack the inputs of one step, of all rows, into lines. Parts of a row are neighbours, or each has its own tile.
     void fill(const T* x, long all, long inputs, long step, Ints* to) const {
         x += step * DEPTH, to += step * of_step();
         const long to_part = tiles == 1 ? 1 : lines, to_row = tiles == 1 ? PARTS<T> : 1;
@@ -58,12 +58,12 @@ struct IndexedProducts {
     const Lines<T>& shape;
     const Matrix<T>& matrix;
     const long row, rows, inputs;
-    const uint8_t* const end_of_weights;       // of those that this thread takes here
-    const uint8_t* const weights_then;         // those that it takes next
-    alignas(64) Ints unpacked[2][2][O][SIDE];  // the block at hand and the next: steps, tiles of outputs
-    alignas(64) Floats sums[O * N][SIDE];      // of the lines, by outputs
+    const uint8_t* const end_of_weights;       // end of this thread's weights in this matrix
+    const uint8_t* const weights_then;         // weights that this thread reads next
+    alignas(64) Ints unpacked[2][2][O][SIDE];  // this block and the next: [steps][tiles of outputs]
+    alignas(64) Floats sums[O * N][SIDE];      // lines by outputs
 
-    // Unpack PORTION lines of the block that begins at input i, from line FIRST on, all outputs' lines counted.
+    // Unpack PORTION lines of the block that begins at input i, from line FIRST of all tiles of outputs on.
     template <int FIRST>
     INLINE void unpack(long output, long i, Ints (*to)[O][SIDE]) const {
         constexpr int of = FIRST / SIDE, line = FIRST % SIDE;
@@ -90,8 +90,8 @@ struct IndexedProducts {
         if (line + PORTION == SIDE) rows.patch(i, to[0][of], to[1][of]);
     }
 
-    // Add the products of the input at a step with a tile of weights, which makes the sums OF * N and later. Every other
-    // time tiles of the input are taken in the other order, so that one is there already.
+    // Add the products of the input at a step by tile OF of the weights to the sums from OF * N on. Every other tile of
+    // weights takes the tiles of the input in reverse order, because the first one is still loaded.
     template <int OF>
     INLINE void add(const Ints* x, const Ints* weights) const {
         load_tile<WEIGHTS>(weights, sizeof(Ints));
@@ -107,7 +107,8 @@ struct IndexedProducts {
         run_tiles<1>(first, end);
     }
 
-    // Outputs first..end-1 by OUT tiles at a time. Returns the output that is next: end, or fewer than OUT tiles before.
+    // Compute outputs first..end-1, OUT tiles at a time. Returns the first output that is left; fewer than OUT tiles
+    // are.
     template <int OUT>
     long run_tiles(long first, long end) {
         constexpr long WIDTH = OUT * SIDE;
@@ -148,7 +149,7 @@ struct IndexedProducts {
     }
 };
 
-// GEMM of any number of rows with outputs begin..end-1. next: the weights that this thread wants then, or null.
+// GEMM of any number of rows with outputs begin..end-1. next: the weights that this thread reads next, or null.
 template <class T>
 static void multiply_in_lines(long rows, const Lines<T>& shape, const Ints* x, const Matrix<T>& matrix, long inputs,
                               long begin, long end, const void* next) {

@@ -1,16 +1,16 @@
 // Attention of a step's or a prompt's tokens to the cache and to each other, for one sequence.
 //
-// It goes along the keys, KEYS at a time, with a running maximum and sum (Milakov & Gimelshein 2018, arXiv 1805.02867;
-// Dao et al. 2022, arXiv 2205.14135, algorithm 1). In a vector of scores, a lane is a key: keys are transposed, and
-// unpacked to float32, once for all queries that share their head. In a vector of sums, a lane is a number of a value.
-// So both GEMMs have queries as rows, and no lane is idle however few queries there are. Sums are in float32.
+// It takes blocks of KEYS keys, with a running maximum and sum (Milakov & Gimelshein 2018, arXiv 1805.02867; Dao et al.
+// 2022, arXiv 2205.14135, algorithm 1). In a vector of scores, each lane is a key: keys are transposed, and unpacked to
+// float32, once for all queries that share their head. In a vector of sums, each lane is a number of a value. So both
+// GEMMs have queries as rows, and no lane is idle, however few queries there are. Sums are in float32.
 //
-// The bits of a sum depend on its order, and rows of a tree stand between others that they do not see. So in a step,
-// keys go by their positions. A row's near keys are those of its last NEAR to NEAR + KEYS - 1 positions. They are one
-// block, added up one by one in their order: there, a key that the row does not see has the weight 0 and leaves no
-// trace. All others are far keys, of the cache or of the chain of a prompt. Their blocks, and the parts that threads take,
-// end at multiples of KEYS, and the lane of a key follows from its position. So what a row attends to is the same to the
-// bit, whatever other rows a step has and wherever in the text it begins.
+// The bits of a sum depend on its order, and between the rows of a tree there are rows that they do not see. So the
+// order of a step's keys depends on their positions alone. A row's near keys are those of its last NEAR to NEAR + KEYS
+// - 1 positions. They are one block, added one by one in their order; a key that the row does not see has the weight 0
+// and changes nothing. All others are far keys, of the cache or of the chain of a prompt. Their blocks, and the parts
+// for threads, end at multiples of KEYS, and the lane of a key follows from its position. So a row's attention has the
+// same bits, whatever other rows a step has and wherever in the text it begins.
 
 #pragma once
 
@@ -25,11 +25,11 @@ typedef Lanes<WIDTH>::Floats Floats;
 typedef Lanes<WIDTH>::Ints Ints;
 
 constexpr int KEYS = 64, MAX_SIZE = 576;
-constexpr long NEAR = 64;    // a guess is at most so deep, so that a far key is one of the step's own in chains alone
-constexpr long PART = 256;   // far keys that a thread takes at a time, at least
-constexpr int QUERIES = 48;  // of a block. To transpose keys takes a thirtieth of the GEMMs of so many
+constexpr long NEAR = 64;    // depth of the deepest guess; so only in chains are some of a step's own keys far
+constexpr long PART = 256;   // least number of far keys in a thread's part
+constexpr int QUERIES = 48;  // queries of a block. Transposing keys takes a thirtieth of the time of their GEMMs
 constexpr int TILE_QUERIES = 128;  // queries that share the tiles of keys and values
-// The register tile has ROWS queries by VECTORS. An FMA takes 4 cycles and two begin in each: 8 sums or more hide that.
+// The register tile has ROWS queries by VECTORS. An FMA takes 4 cycles, and each cycle starts two: 8 sums hide that.
 #ifdef __AVX512F__
 constexpr int ROWS = 6, VECTORS = 4;  // 24 sums, 4 vectors of b, a number of a: 29 of 32 registers
 #else
@@ -43,10 +43,10 @@ constexpr bool HAS_TILE_UNIT = false;
 constexpr float HIDDEN = std::numeric_limits<float>::lowest();
 constexpr float ABSENT = -std::numeric_limits<float>::infinity();  // the score of a lane without a key: its weight is 0
 
-// Numbers of a row that begins at the start of a vector.
+// n, rounded up to whole vectors.
 static inline long padded(long n) { return (n + WIDTH - 1) / WIDTH * WIDTH; }
 
-// a * b + sum, lane by lane. For pairs, both products are added, in float32.
+// a * b + sum for each lane. For pairs, both products are added, in float32.
 static INLINE Floats multiply_add(float a, Floats b, Floats sum) { return a * b + sum; }
 
 #ifdef __AVX512BF16__
@@ -57,8 +57,8 @@ static INLINE Floats multiply_add(Pair a, Ints b, Floats sum) {
 }
 #endif
 
-// A GEMM: a[i][j] * b[j], summed over j < k in this order, times `scaling` or, if it ADDS, onto c[i]. Rows of each are so
-// many numbers apart.
+// A GEMM: c[i] = scaling * the sum of a[i][j] * b[j] over j < k, in this order; or c[i] += this sum, without scaling,
+// if it ADDS. c_row, a_row, b_row: numbers from a row to the next.
 template <class By, class B = typename By::Factor>
 struct Gemm {
     float* c;
@@ -66,7 +66,7 @@ struct Gemm {
     const B* b;  // factors, or values that become factors in registers
     long c_row, a_row, b_row, k;
     float scaling = 1;
-    Wanted wanted = {};  // at each j of the first tile
+    Wanted wanted = {};  // prefetched at each j of the first tile
 
     // For m rows, in register tiles of about equal size, and n vectors.
     template <bool ADDS>
@@ -112,7 +112,7 @@ struct Gemm {
     }
 };
 
-// The bits of the first n numbers, WIDTH floats or 2 * WIDTH bf16 numbers at most, and zeros behind them.
+// The bits of the first n numbers, at most WIDTH floats or 2 * WIDTH bf16 numbers, followed by zeros.
 template <class T>
 static INLINE Ints some_bits(const T* x, long n) {
     Ints some = {};
@@ -129,8 +129,7 @@ static INLINE Ints some_bits(const T* x, long n) {
 #endif
 }
 
-// How queries, keys, values and their weights become the factors of products. Here a product takes its numbers one by
-// one, in float32.
+// How queries, keys, values and weights become factors of products. Here, each lane multiplies one number, in float32.
 struct BySingles {
     static constexpr int TOGETHER = 1;
     typedef float Factor;
@@ -142,15 +141,16 @@ struct BySingles {
         for (long d = 0; d < size; d++) to[d] = number(x[d]);
     }
 
-    // Put lanes of keys into their row: a number of each, or two, of which the second ones go into the next row.
+    // Store lanes of keys: a float32 number of each in one row; or two bf16 numbers of each, the second in the next
+    // row.
     static INLINE void put(Ints lanes, const float*, float* to) { memcpy(to, &lanes, sizeof lanes); }
     static INLINE void put(Ints lanes, const BFloat16*, float* to) {
         const Ints low = lanes << 16, high = lanes & ~0xffff;
         memcpy(to, &low, sizeof low), memcpy(to + KEYS, &high, sizeof high);
     }
 
-    // n values of this size as factors, in rows of `padded` numbers. They are unpacked into room if necessary.
-    // wanted: at each value, or at each pair of them.
+    // n values of this size as factors, in rows of `padded` numbers, unpacked into `room` if necessary. wanted:
+    // prefetched at each value, or at each pair of values.
     static const float* values(const float* x, long n, long size, long, float* room, Wanted) {
         if (padded(size) == size) return x;
         for (long j = 0; j < n; j++) std::copy_n(x + j * size, size, room + j * padded(size));
@@ -174,8 +174,8 @@ struct BySingles {
 };
 
 #ifdef __AVX512BF16__
-// Here a product takes two bf16 numbers at a time, and adds them up in float32. A pair is two neighbouring numbers of a
-// key, or the values of two keys. The weights of the values are rounded to bf16 for this, as in torch's kernel.
+// Here, each lane multiplies two bf16 numbers and adds the products in float32. A pair is two neighbouring numbers of a
+// key, or the values of two keys. So weights are rounded to bf16, as in torch's kernel.
 struct ByPairs {
     static constexpr int TOGETHER = 2;
     typedef Pair Factor;
@@ -185,7 +185,7 @@ struct ByPairs {
 
     static INLINE void put(Ints lanes, const BFloat16*, Pair* to) { memcpy(to, &lanes, sizeof lanes); }
 
-    // size is a multiple of WIDTH. lone: 1 if the first value is the second one of its pair, else 0.
+    // size is a multiple of WIDTH. lone: 1 if the first value is the second of its pair, otherwise 0.
     static const Pair* values(const BFloat16* x, long n, long size, long lone, Pair* room, Wanted wanted) {
         for (long j = -lone, pair = 0; j < n; j += 2, pair++) {
             Pair* const to = room + pair * size;
@@ -207,7 +207,7 @@ struct ByPairs {
         return room;
     }
 
-    // Numbers of two vectors in turn: those of their first halves, or of their second ones.
+    // Interleave two vectors' first halves, or their second halves.
     template <int HALF>
     static INLINE Ints interleaved(Ints first, Ints second) {
         constexpr Ints LANES = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
@@ -221,7 +221,7 @@ struct ByPairs {
         return some;
     }
 
-    // n of them, in place.
+    // Round n weights to bf16, in place.
     static void round_weights(float* p, long n) {
         for (long j = 0; j < n; j += WIDTH) {
             const __m256bh some = _mm512_cvtneps_pbh(_mm512_loadu_ps(p + j));
@@ -238,8 +238,8 @@ static inline Floats capped(Floats score, float cap) {
     return score < 0 ? -size : size;
 }
 
-// Write n keys of this size as columns, the first one as column `lead`: number d of all keys, or the pair in which it is,
-// is a row of KEYS factors. Columns without a key, in vectors that have one, become 0. wanted: at each transposition.
+// Write n keys of this size as columns, the first as column `lead`: a row of KEYS factors holds number d (or pair d) of
+// each key. Other columns of the same vectors become 0. wanted: prefetched at each transposition.
 template <class By, class T>
 static void transpose_keys(const T* x, long n, long size, long lead, typename By::Factor* to, Wanted wanted) {
     constexpr long OF_LANE = sizeof(float) / sizeof(T), TOGETHER = OF_LANE * WIDTH;  // numbers
@@ -252,7 +252,7 @@ static void transpose_keys(const T* x, long n, long size, long lead, typename By
             if (lead <= column && column + WIDTH <= lead + n && d + TOGETHER <= size) {
                 const T* key = from;
                 UNROLL for (int i = 0; i < WIDTH; i += 4, key += 4 * size) {
-                    asm("" : "+r"(key));  // else the compiler keeps all addresses, and vectors find no registers
+                    asm("" : "+r"(key));  // otherwise all addresses are kept, and no registers are left for vectors
                     UNROLL for (int j = 0; j < 4; j++) v[i + j] = some_bits(key + j * size, TOGETHER);
                 }
                 wanted.prefetch(step++);
@@ -270,23 +270,23 @@ static void transpose_keys(const T* x, long n, long size, long lead, typename By
         }
 }
 
-// The queries of a block over some of the keys: unnormalised sums, to be joined with those over the other keys.
+// A block of queries over some of the keys: unnormalised sums, to be joined with those over the other keys.
 struct Part {
     float* largest;  // [queries]
     float* total;    // [queries]
     float* sums;     // [queries][value_size]
 };
 
-// What `Attention::run` needs beside registers. It lies in the caller's room, for a thread's stack may be small.
+// Memory of `Attention::run`. The caller provides it, because a thread's stack may be small.
 template <class By>
 struct Space {
     float sums[QUERIES * MAX_SIZE];         // [queries][padded value_size]
     typename By::Factor q[QUERIES * MAX_SIZE];  // [queries][size]
     typename By::Factor room[KEYS * MAX_SIZE];  // of keys, [size][KEYS], then of values, [keys][padded value_size]
-    float p[QUERIES * KEYS];  // scores, then weights; further ones behind, if there are more near keys: see `room_for`
+    float p[QUERIES * KEYS];  // scores, then weights. More near keys need more room behind it: see `room_for`
 };
 
-// The end of the part of far keys in which position `from` lies. There are two parts for each doubling of a text.
+// The end of the part of far keys that contains position `from`. Each doubling of a text adds two parts.
 static inline long end_of_part(long from) {
     long size = PART;
     while (4 * size <= from) size *= 2;
@@ -305,7 +305,7 @@ template <class T>
 struct Attention {
     const T *query, *key, *value;
     const T* mask;       // [rows][masked], added to the scores of the last keys
-    const bool* hidden;  // in place of a mask: which of them are not seen. With neither, attention is causal
+    const bool* hidden;  // [rows][masked], instead of a mask: which keys are hidden. With neither, attention is causal
     T* out;
     long heads, key_heads, rows, keys, masked;
     long size, value_size;  // numbers of a head of queries and keys, and of values and results
@@ -313,17 +313,18 @@ struct Attention {
     float scaling;
     long start = 0;              // position of the first key
     const long* near = nullptr;  // [rows]: the first of a row's near keys. Without it, all keys are far
-    float cap = 0;               // of scores, or 0
-    const T* sinks = nullptr;    // [heads]: the score of a key without a value, of which `join` knows; or null
-    const T* more = nullptr;     // the last more_size numbers of each key, which lie apart; or null
+    float cap = 0;               // bound of scores, or 0
+    const T* sinks = nullptr;    // [heads]: the score of a key without a value, which only `join` adds; or null
+    const T* more = nullptr;     // the last more_size numbers of each key, if they are stored separately; or null
     long more_size = 0, more_stride = 0;
     const float* biases = nullptr;  // [heads][bias_count], added to the scores of keys by their position; or null
     const long* places = nullptr;   // [rows]: their positions, if there are biases
     long bias_count = 0;
-    bool by_distance = false, rounds_scores = false;  // the last bias is that of the row itself; scores are of type T
-    const T *next_keys = nullptr, *next_values = nullptr;  // what this thread wants after a block; or null
+    bool by_distance = false;    // whether biases are by the distance from the row, whose own is the last
+    bool rounds_scores = false;  // whether scores with biases are rounded to T
+    const T *next_keys = nullptr, *next_values = nullptr;  // what this thread reads after a block; or null
 
-    long key_size() const { return size - more_size; }  // numbers that lie together
+    long key_size() const { return size - more_size; }  // numbers of a key in `key`
     long queries() const { return heads / key_heads * rows; }  // of a key head
     bool is_causal() const { return !mask && !hidden; }
     long free() const { return keys - (is_causal() ? rows : masked); }  // number of first keys, which all rows see
@@ -333,8 +334,8 @@ struct Attention {
     long lanes() const { return in_tiles() ? TILE_QUERIES : QUERIES; }
     long blocks() const { return (queries() + lanes() - 1) / lanes(); }
 
-    // Queries of a key head, from `first` on, `lanes` at most, over keys begin..end-1, the far ones. Without a part, these
-    // are all keys, and the result goes to `out`. room: this thread's own, `room_for` bytes, aligned to 64 bytes.
+    // At most `lanes` queries of a key head, from `first` on, over far keys begin..end-1. Without `part`, these are all
+    // keys, and the result goes to `out`. room: this thread's own, `room_for` bytes, aligned to 64 bytes.
     void block(long head, long first, long begin, long end, const Part* part, void* room) const {
 #ifdef HAS_AMX
         if constexpr (sizeof(T) == 2)
@@ -348,12 +349,12 @@ struct Attention {
         run<BySingles>(head, first, begin, end, part, room);
     }
 
-    // The same over the near keys, for QUERIES queries at most.
+    // The same over the near keys, for at most QUERIES queries.
     void near_block(long head, long first, const Part* part, void* room) const {
         run<BySingles, true>(head, first, 0, keys, part, room);
     }
 
-    // Join `count` parts of a query of a key head. Those of all its queries lie behind those of the part before.
+    // Join `count` parts of a query of a key head. Parts follow each other, each with all queries of the head.
     void join(long head, long query, const Part& parts, long count) const {
         const long n = queries(), of = head * (heads / key_heads) + query / rows;
         const float sink = sinks ? number(sinks[of]) : HIDDEN;
@@ -371,7 +372,7 @@ struct Attention {
     }
 
    private:
-    // Hide what a row does not see of n keys from `begin` on, whose scores these are.
+    // Mask the scores of n keys from `begin` on for a row.
     template <bool IS_NEAR>
     void hide(long row, long begin, long n, float* scores) const {
         if (near) {
@@ -385,7 +386,7 @@ struct Attention {
         for (long j = from; j < n && hidden; j++) scores[j] = hidden[of + j] ? HIDDEN : scores[j];
     }
 
-    // Add the biases of n keys from `begin` on to the scores of a row of a head. No key stands behind the row.
+    // Add the biases of n keys from `begin` on to the scores of a row of a head. No key is after the row.
     void bias(long of, long row, long begin, long n, float* scores) const {
         const long before = std::max(0L, std::min(n, keys - rows - begin));  // keys before those of the rows
         const float* const own = biases + of * bias_count + (by_distance ? bias_count - 1 - places[row] : 0);
@@ -395,8 +396,8 @@ struct Attention {
         for (long j = 0; j < n && rounds_scores; j++) scores[j] = rounded_to<T>(scores[j]);
     }
 
-    // Make weights of the scores of a query, and add them to its total. Scores in earlier blocks were `largest` at most.
-    // Returns what the sums of those are to be multiplied by.
+    // Turn the scores of a query into weights, and add them to its total. largest: the largest score of earlier blocks.
+    // Returns the factor for the sums of earlier blocks.
     template <bool IS_NEAR>
     static float weigh(float* scores, long n, float& largest, Floats& total) {
         const float before = largest;
@@ -419,8 +420,8 @@ struct Attention {
         return fade;
     }
 
-    // Where the keys or values are that this thread wants after those before `after`. x: of a head, so long each. Half of a
-    // block is prefetched while the block before is transposed or unpacked, and half by its products.
+    // The keys or values that this thread reads after those before `after`. x: those of a head, `size` numbers each.
+    // Half of a block is prefetched while the block before is transposed or unpacked, and half during its products.
     static const char* wanted_after(const T* x, long size, const T* next, long after, long end) {
         return (const char*)(after < end || !next ? x + after * size : next);
     }
@@ -485,7 +486,7 @@ struct Attention {
                     gemm.template run<true>(count, width / WIDTH);
                 };
                 if constexpr (TOGETHER == 1)
-                    if (count <= ROWS && width == value_size) {  // else they are unpacked once for several tiles
+                    if (count <= ROWS && width == value_size) {  // otherwise unpacking once for several tiles is faster
                         add(v, {then, 2 * half / KEYS});
                         continue;
                     }

@@ -1,9 +1,10 @@
-// Weights in fewer bits. What is found makes the same weights, bit for bit but for the sign of a zero, or is not used.
+// Packing weights in fewer bits. A packed copy gives the same weights to the bit, except for the sign of a zero, or it
+// is not used.
 //
-// Quantised files hold weights in groups. A weight is a small whole number times a scale, and some formats add an
-// offset. Scales have few digits, so the products are exact. The blocks of 8 or 4 bits that floats were unpacked from
-// are found again from the floats. So are the blocks of MXFP4, also from bf16. Numbers of bf16, also where they are held
-// in float32, are indexed (`weights.h`).
+// Quantized files hold weights in groups. A weight is a small whole number times a scale, and some formats add an
+// offset. Scales have few digits, so the products are exact. From unpacked floats, the original blocks of 8 or 4 bits
+// are found again. So are the blocks of MXFP4, also from bf16. bf16 numbers, also in float32, are indexed
+// (`indexed.h`).
 
 #include <atomic>
 
@@ -12,11 +13,11 @@
 
 using namespace gemm;
 
-constexpr float WHOLE = 3 << 22;  // numbers of this size have no fraction, so adding it rounds
+constexpr float WHOLE = 3 << 22;  // numbers of this size have no fraction, so adding it rounds to whole numbers
 constexpr int GROUP = 32;         // weights with one scale and one offset
 constexpr int SIDE_BY_SIDE = 16;  // rows and inputs of a transposed matrix that are compared together
 
-// Whether two vectors are equal but for the sign of a zero. NaN equals nothing.
+// Whether two vectors are equal, except for the sign of a zero. NaN equals nothing.
 template <class Vector>
 static bool are_equal(Vector a, Vector b) {
     const Ints differ = (Ints)(a != b);
@@ -25,7 +26,7 @@ static bool are_equal(Vector a, Vector b) {
     return !any;
 }
 
-// Whether these bytes are the weights.
+// Whether these bytes times the scale are the weights.
 template <int SIZE>
 static bool are_bytes_of(const float* weights, float scale, const int8_t* bytes) {
     bool found = true;
@@ -34,7 +35,7 @@ static bool are_bytes_of(const float* weights, float scale, const int8_t* bytes)
     return found;
 }
 
-// Write bytes that are the weights when they are multiplied by the scale. False if there are none.
+// Write bytes that give the weights when multiplied by the scale. False if there are none.
 template <int SIZE>
 static bool write_bytes(const float* weights, float scale, int8_t* bytes) {
     const float inverse = scale > 0 ? 1 / scale : 0;
@@ -46,8 +47,8 @@ static bool write_bytes(const float* weights, float scale, int8_t* bytes) {
     return are_bytes_of<SIZE>(weights, scale, bytes);
 }
 
-// Find the bytes and the scale of a group. The largest is 127 in GGUF's Q8_0, 16 in Q5_0, and any up to 32 in Q6_K.
-// most: the largest of the group before.
+// Find the bytes and the scale of a group. The largest byte is 127 in GGUF's Q8_0, 16 in Q5_0, and any up to 32 in
+// Q6_K. most: the largest byte of the group before.
 template <int SIZE>
 static bool find_bytes(const float* weights, int& most, int8_t* bytes, float* scale) {
     float largest = 0;
@@ -63,7 +64,7 @@ static bool find_bytes(const float* weights, int& most, int8_t* bytes, float* sc
     return false;
 }
 
-// Whether these codes are the weights.
+// Whether these codes give the weights.
 static bool are_codes_of(const float* weights, float scale, float offset, const Codes* codes) {
     bool found = true;
     UNROLL for (int i = 0; i < GROUP; i += L)
@@ -71,8 +72,7 @@ static bool are_codes_of(const float* weights, float scale, float offset, const 
     return found;
 }
 
-// Write codes that are the weights when they are multiplied by the scale and the offset is added. False if there are
-// none.
+// Write codes that give the weights when multiplied by the scale and increased by the offset. False if there are none.
 static bool write_codes(const float* weights, float scale, float offset, Codes* codes) {
     const float inverse = scale != 0 ? 1 / scale : 0;
     UNROLL for (int i = 0; i < GROUP; i += L) {
@@ -82,7 +82,7 @@ static bool write_codes(const float* weights, float scale, float offset, Codes* 
     return are_codes_of(weights, scale, offset, codes);
 }
 
-// The nearest number of 17 binary digits: as many as the scales of GGUF's Q4_K have, and its offsets.
+// The nearest number with 17 binary digits, as many as scales and offsets have in GGUF's Q4_K.
 static float shortened(float x) {
     uint32_t bits;
     memcpy(&bits, &x, sizeof bits);
@@ -99,18 +99,19 @@ static bool find_codes(const float* weights, Codes* codes, float* scale, float* 
         smallest = __builtin_fabsf(weights[i]) < __builtin_fabsf(smallest) ? weights[i] : smallest;
     }
     const auto fits = [&](float s, float o) { return write_codes(weights, *scale = s, *offset = o, codes); };
-    const float largest = -lowest > highest ? lowest : highest;  // it has code 0 in GGUF's Q4_0, which stands for -8
+    const float largest = -lowest > highest ? lowest : highest;  // has code 0 in GGUF's Q4_0, which means -8
     if (fits(largest / -8, largest)) return true;
-    for (int steps = 15; steps > 0; steps--) {  // from the lowest to the highest: 15 in Q4_1, often fewer in Q4_K
+    for (int steps = 15; steps > 0; steps--) {  // codes from the lowest to the highest: 15 in Q4_1, often fewer in Q4_K
         const float s = shortened((highest - lowest) / steps);
-        const float above = __builtin_rintf((smallest - lowest) / s);  // the smallest weight is rounded least
+        const float above = __builtin_rintf((smallest - lowest) / s);  // the weight nearest to 0 has the smallest error
         for (int first = 0; first + steps < 16; first++)
             if (fits(s, shortened(smallest - (first + above) * s)) || (first && fits(s, 0))) return true;
     }
     return false;
 }
 
-// Whether `find(i)` is true of 0..count-1, tried in that order by the first thread, which gives up first.
+// Whether `find(i)` is true for all i in 0..count-1. The first thread tries its share in ascending order, to stop
+// early.
 template <class Find>
 static bool all_found(long count, long threads, Find find) {
     std::atomic<bool> found{find(0)};
@@ -121,7 +122,7 @@ static bool all_found(long count, long threads, Find find) {
     return found;
 }
 
-// The functions for Python. They find all of `count` groups of weights, and say in *found whether all have been found.
+// The functions for Python. They pack `count` groups of weights, and set *found if all could be packed.
 
 extern "C" void find_bytes_float32(const float* weights, long count, long size, int8_t* bytes, float* scales, float*,
                                    bool* found, long threads) {
@@ -139,14 +140,14 @@ extern "C" void find_codes_float32(const float* weights, long count, long, Codes
     });
 }
 
-// Whether these codes are the bytes, of STRIDE weights.
+// Whether these codes give these bytes, for STRIDE weights.
 template <class By>
 static bool are_same(const Codes* codes, const int8_t* bytes, float scale) {
     return are_equal(By::factors(codes, scale, -8 * scale), By::factors((const Grouped*)bytes, scale));
 }
 
-// Bytes become codes, which are 8 more, with offsets of -8 times the scales. scales, offsets: one for each `size`
-// weights.
+// Pack bytes as codes: a code is its byte plus 8, and the offset is -8 times the scale. scales, offsets: one for each
+// `size` weights.
 template <class By>
 static void pack_all(const int8_t* bytes, long count, long size, Codes* codes, const float* scales, float* offsets,
                      bool* found, long threads) {
@@ -175,7 +176,7 @@ extern "C" void pack_bfloat16(const int8_t* bytes, long count, long size, Codes*
     pack_all<Pairs>(bytes, count, size, codes, scales, offsets, found, threads);
 }
 
-// Whether a block of MXFP4 is these weights, to the last bit.
+// Whether a block of MXFP4 gives these weights, to the bit.
 template <class By>
 static bool is_mxfp4(const typename By::Number* weights, const uint8_t* block) {
     const auto scales = gguf::MXFP4::read(block);
@@ -185,22 +186,22 @@ static bool is_mxfp4(const typename By::Number* weights, const uint8_t* block) {
     return are_equal(differ, Ints{});
 }
 
-// The codes of weights times the inverse of half their power of two: whole numbers, if there are such codes.
+// The codes of weights. inverse: that of half their power of two, which makes whole numbers of weights that have codes.
 static Ints codes_of(Floats weights, float inverse) {
     const Floats sizes = (Floats)((Ints)weights & INT32_MAX) * inverse;
     const Ints codes = sizes < 2 ? (Ints)(sizes >= 1) & 1 : ((Ints)sizes >> 22) - 254;
     return (codes & 7) | ((Ints)weights >> 28 & 8);
 }
 
-// Write the block of MXFP4 that is these weights. False if there is none. The largest weight has the upper exponent of
-// a code: what other powers of two can say, this one can, too.
+// Write the block of MXFP4 that gives these weights. False if there is none. The power of two is the one for which the
+// largest weight has the highest exponent of a code; if any power of two works, this one does.
 template <class By>
 static bool write_mxfp4(const typename By::Number* weights, uint8_t* block) {
     float largest = 0;
     for (int i = 0; i < GROUP; i++) largest = std::max(largest, __builtin_fabsf(number(weights[i])));
     uint32_t bits;
     memcpy(&bits, &largest, sizeof bits);
-    block[0] = bits >> 23 < 4 ? 127 : (bits >> 23) - 2;  // of no block of zeros or of weights below 2^-123
+    block[0] = bits >> 23 < 4 ? 127 : (bits >> 23) - 2;  // 127 for blocks of zeros; weights below 2^-123 then fail
     bits = (255 - block[0]) << 23;
     float inverse;
     memcpy(&inverse, &bits, sizeof inverse);
@@ -250,7 +251,7 @@ struct Patches {
     typedef Indexed::Rows<uint8_t> Rows;
     const Rows& rows;
     Rows::Patch of_block[Rows::ALL];
-    long written = 0, found = 0;  // found: in the block at hand
+    long written = 0, found = 0;  // found: in this block
 
     explicit Patches(const Rows& rows) : rows(rows) {}
     void add(long, long vector, long line, long byte, uint8_t upper) {
@@ -288,8 +289,8 @@ struct Patches {
 };
 #endif
 
-// Whether all numbers are bf16 numbers. Tiles take the input in parts, some of which may be zero: then float32 numbers
-// must also be finite.
+// Whether all numbers are bf16 numbers. float32 numbers must also be finite, because AMX multiplies them by parts of
+// the input that may be zero.
 static bool are_bfloat16(const BFloat16*, long) { return true; }
 static bool are_bfloat16(const float* weights, long n) {
     Ints lower = {};
@@ -302,8 +303,8 @@ static bool are_bfloat16(const float* weights, long n) {
     return are_equal(lower & 0xffff, Ints{}) && are_equal(zeros, Floats{});
 }
 
-// Tiles take products below 2^-126 as zero, and add them to sums that float32 would still tell apart. So the largest
-// weight of a row must be far above that.
+// AMX flushes products below 2^-126 to zero, where float32 would still add them. So the largest weight of a row must be
+// far above that.
 static bool is_far_above_zero(const BFloat16*, long) { return true; }
 static bool is_far_above_zero(const float* weights, long inputs) {
     if (!BY_TILES) return true;
@@ -312,7 +313,7 @@ static bool is_far_above_zero(const float* weights, long inputs) {
     return largest == 0 || largest >= 0x1p-40f;
 }
 
-// Whether inputs begin..end-1 of the rows of a matrix from row `first` to row `last` are indexed so.
+// Whether indexed rows hold inputs begin..end-1 of rows first..last-1 of a matrix.
 template <class T>
 static bool are_indexed(const T* matrix, long first, long last, const Indexed::Rows<const uint8_t>& rows, long begin,
                         long end) {
@@ -336,7 +337,7 @@ static bool are_indexed(const T* matrix, long first, long last, const Indexed::R
     return are_equal(differ, Ints{});
 }
 
-// Write tables of the most frequent upper bytes of these rows. code_of: of each byte, or 16, of each table.
+// Write tables of the most frequent upper bytes of these rows. code_of: for each table, the code of each byte, or 16.
 template <class T>
 static void write_tables(const T* matrix, long first, long last, const Indexed::Rows<uint8_t>& rows, uint8_t (*code_of)[256]) {
     for (long table = 0; table < Indexed::TABLES; table++) {
@@ -370,7 +371,7 @@ static void write_indexed(const T* matrix, long first, long last, const Indexed:
             uint8_t found[Indexed::BLOCK] = {};
             for (long place = 0; place < Indexed::BLOCK; place++) {
                 const long vector = Indexed::vector_of(place), number = Indexed::number_of(place), row = number / 2;
-                if (row >= last - first) continue;  // there is no such row
+                if (row >= last - first) continue;  // beyond the matrix
                 const BFloat16 weight = numbers[vector][line][number];
                 rows.lower(line, i)[place] = weight & 255;
                 found[place] = code_of[row / Indexed::OF_TABLE][weight >> 8];
@@ -384,8 +385,8 @@ static void write_indexed(const T* matrix, long first, long last, const Indexed:
     patches.end();
 }
 
-// Index the rows that lie together from row `first` on. Returns how many blocks must be read from the matrix, or more
-// than there are if not all weights are bf16 numbers that can be served.
+// Index rows first..last-1, which are packed together. Returns how many blocks must be read from the original matrix,
+// or more than there are if some weights cannot be indexed.
 template <class T>
 static long index_rows(const T* matrix, long first, long last, long inputs, uint8_t* to) {
     for (long row = first; row < last; row++) {
@@ -399,7 +400,7 @@ static long index_rows(const T* matrix, long first, long last, long inputs, uint
     return read;
 }
 
-// Index a matrix. It counts as found if few blocks must be read from the weights. The first rows are tried first.
+// Index a matrix. *found: whether few blocks must be read from the original matrix. The first rows are tried first.
 template <class T>
 static void index_all(const T* weights, long outputs, long inputs, uint8_t* to, bool* found, long threads) {
     const long blocks = inputs / Indexed::BLOCK, first = std::min(outputs, 16L);
@@ -420,14 +421,14 @@ static void index_all(const T* weights, long outputs, long inputs, uint8_t* to, 
     *found = is_found(outputs);
 }
 
-// size: inputs. bytes: [count, in whole groups of rows together][Indexed::bytes(size)], which must be zero at first.
+// size: inputs. bytes: [count, rounded up to TOGETHER][Indexed::bytes(size)], which must be zero at first.
 
 extern "C" void index_float32(const float* weights, long count, long size, uint8_t* bytes, float*, float*, bool* found,
                               long threads) {
     index_all(weights, count, size, bytes, found, threads);
 }
 
-#ifdef __AVX512F__  // with AVX2, to unpack them takes as long as to read all their bits
+#ifdef __AVX512F__  // with AVX2, unpacking takes as long as reading bf16
 extern "C" void index_bfloat16(const BFloat16* weights, long count, long size, uint8_t* bytes, float*, float*,
                                bool* found, long threads) {
     index_all(weights, count, size, bytes, found, threads);
@@ -439,11 +440,11 @@ extern "C" void index_bfloat16(const BFloat16* weights, long count, long size, u
 // A matrix, and the copy that was made of it.
 struct Copy {
     const void* weights;         // [outputs][inputs]
-    const float* given;          // their scales, if they are bytes in groups; else null
+    const float* given;          // their scales, if they are bytes in groups; otherwise null
     const void* packed;
     const float *scales, *offsets;  // of the copy, [outputs][inputs / group], or null
     long outputs, inputs, group;
-    long stride;    // if it is not 0, the weights are [inputs][stride]
+    long stride;    // not 0 if the copy is transposed: then the weights are [inputs][stride]
     Format format;  // of the copy
 
     long together() const { return stride ? SIDE_BY_SIDE : format == INDEXED ? Indexed::TOGETHER : 1; }  // rows
@@ -452,7 +453,7 @@ struct Copy {
     }
 };
 
-// Whether the same is true of a transposed copy. Numbers are compared by their bits.
+// The same for a transposed copy. Numbers are compared by their bits.
 template <class Bits>
 static bool are_transposed(const Copy& copy, long first, long last, long begin, long end) {
     Bits differ = 0;
@@ -462,7 +463,7 @@ static bool are_transposed(const Copy& copy, long first, long last, long begin, 
     return !differ;
 }
 
-// Whether the same is true of a copy in MXFP4, transposed or not.
+// The same for a copy in MXFP4, transposed or not.
 template <class By>
 static bool are_mxfp4(const Copy& copy, long first, long last, long begin, long end) {
     typedef typename By::Number T;
@@ -478,7 +479,7 @@ static bool are_mxfp4(const Copy& copy, long first, long last, long begin, long 
     return true;
 }
 
-// Whether a copy holds inputs begin..end-1 of rows first..last-1, which lie together. The range is of whole blocks.
+// Whether a copy holds inputs begin..end-1 of rows first..last-1, which are packed together. The range is whole blocks.
 template <class By>
 static bool holds(const Copy& copy, long first, long last, long begin, long end) {
     typedef typename By::Number T;
@@ -514,14 +515,14 @@ static bool holds(const Copy& copy, long first, long last, long begin, long end)
     return true;
 }
 
-// Whether copies no longer hold what they were made of, where one block of each is looked at, another in each turn: a few
-// cache lines, for to wait for threads would take longer. Of so many parts of the copies, each turn looks at another one.
+// Whether weights have changed since they were packed. Each turn checks one of `parts` parts of the copies, and one
+// block of each copy, another in each turn. It reads only a few cache lines, so threads would take longer to start.
 template <class By>
 static bool have_changed(const Copy* copies, long count, long turn, long parts) {
     for (long part = turn % parts, i = count * part / parts; i < count * (part + 1) / parts; i++) {
         const Copy& copy = copies[i];
         const long together = copy.together(), groups = (copy.outputs + together - 1) / together;
-        const uint64_t place = (turn + i) * 0x9e3779b97f4a7c15 >> 16;  // scattered, so that no row is left for long
+        const uint64_t place = (turn + i) * 0x9e3779b97f4a7c15 >> 16;  // scattered, so that no row waits long
         const long first = place % groups * together, begin = place / groups % (copy.inputs / copy.block()) * copy.block();
         if (!holds<By>(copy, first, std::min(copy.outputs, first + together), begin, begin + copy.block())) return true;
     }
@@ -540,7 +541,7 @@ struct Memory {
     long size;
 };
 
-// The digests of some memory, [count][LANES], which must be zero at first.
+// Add up the digests of some memory. digests: [count][LANES], which must be zero at first.
 extern "C" void digest_uint8(const Memory* all, long count, uint64_t* digests, long threads) {
     constexpr long PART = 1 << 18;  // bytes that a thread takes at a time
     long parts = 0;

@@ -1,7 +1,7 @@
 // The next token after a row of logits: the argmax, or the winner of a race that torch's random numbers decide.
 //
-// A sampled token is the one with the largest p / e, where e is an exponential variate of its own. Here p and e are
-// rounded otherwise than in torch. So a token counts only if it wins by more than all rounding can explain.
+// A sampled token is the one with the largest p / e, where each token has its own exponential variate e. Here, p and e
+// are rounded differently from torch's. So a token counts only if it wins by more than rounding can explain.
 
 #include <algorithm>
 
@@ -10,16 +10,16 @@
 using namespace top_k;
 
 constexpr float LOG_RANGE = 87;        // weights below exp(-87) are 0
-constexpr float ROUNDING = 5e-7;       // of a score in torch and here, relative
-constexpr float MARGIN = 1e-5;         // of all other rounding
-constexpr double SUM_ROUNDING = 6e-8;  // relative, of torch's sums, for each number that is added
-constexpr int CHUNK = 1024;            // variates that are drawn at a time
+constexpr float ROUNDING = 5e-7;       // relative error of a score, in torch and here
+constexpr float MARGIN = 1e-5;         // relative error by all other rounding
+constexpr double SUM_ROUNDING = 6e-8;  // relative error of torch's sums for each summand
+constexpr int CHUNK = 1024;            // variates drawn at a time
 
 // What torch.Generator.get_state() returns on a CPU: the Mersenne Twister (Matsumoto & Nishimura 1998).
 struct Generator {
     uint64_t seed;
-    int32_t left, seeded;  // left: numbers that the words still yield, and 1
-    uint64_t next;         // the word that yields the next of them
+    int32_t left, seeded;  // left: 1 more than the numbers left in the words
+    uint64_t next;         // the word of the next number
     uint64_t words[624];
 };
 
@@ -42,7 +42,7 @@ static inline uint32_t tempered(uint32_t y) {
 
 // log(x) for x in 2^-60 .. 1, to a few units in the last place (Cephes, logf).
 static inline Floats logarithm(Floats x) {
-    const Ints halved = (Ints)x - 0x3f3504f3;  // the mantissa goes from sqrt(1/2) to sqrt(2)
+    const Ints halved = (Ints)x - 0x3f3504f3;  // for a mantissa in sqrt(1/2) .. sqrt(2)
     const Floats n = __builtin_convertvector(halved >> 23, Floats);
     const Floats m = (Floats)((halved & 0x7fffff) + 0x3f3504f3) - 1.0f;
     Floats y = m * 7.0376836292e-2f - 1.1514610310e-1f;
@@ -57,8 +57,8 @@ static inline Floats logarithm(Floats x) {
     return y * m * square - n * 2.12194440e-4f - square * 0.5f + m + n * 0.693359375f;
 }
 
-// Draw n exponential variates, and leave the generator as torch's exponential_() leaves it. Each takes two numbers of
-// the generator, which make 53 bits of u. The variate is -log(1 - u). Without variates, their numbers are skipped.
+// Draw n exponential variates, and advance the generator as torch's exponential_() does. Each takes two numbers of the
+// generator, which give 53 bits of u. The variate is -log(1 - u). If `variates` is null, the numbers are skipped.
 extern "C" void draw_float32(Generator* generator, float* variates, long n) {
     uint32_t words[624], numbers[2 * CHUNK];
     float u[CHUNK], rest[CHUNK];  // rest: 1 - u
@@ -79,7 +79,7 @@ extern "C" void draw_float32(Generator* generator, float* variates, long n) {
         }
         for (long i = 0; i < count && variates; i += L) {
             const Floats x = load(rest + i);
-            // What was lost when 1 - u was rounded. It matters where u is small.
+            // The rounding error of 1 - u, which matters if u is small.
             const Floats lost = x < 0.5f ? Floats{} : (load(u + i) + (x - 1.0f)) / x;
             const Floats found = lost - logarithm(x);
             memcpy(variates + begin + i, &found, std::min<long>(L, count - i) * sizeof(float));
@@ -121,17 +121,17 @@ struct Race {
     const long n;
     const float temperature;
     float top = -INFINITY;
-    float least = -INFINITY;  // top-k leaves tokens whose logits are at least this
-    double mass = 0;          // sum of the weights of the tokens that top-k leaves
-    long kept = 0;            // number of those tokens
+    float least = -INFINITY;  // top-k keeps tokens whose logits are at least this
+    double mass = 0;          // sum of the weights of the tokens that top-k keeps
+    long kept = 0;            // number of these tokens
 
     Floats weights(Floats x) const { return exponential<L>((x - top) * (1 / temperature)); }
 
-    // By how much rounding may change the quotient of two chances.
+    // The relative error that rounding may cause in the quotient of two chances.
     float margin() const { return MARGIN + ROUNDING * (4 * std::fabs(top) / temperature + 2 * LOG_RANGE); }
 
-    // Find the largest logit, and what top-k leaves. False if that is not certain: torch compares scores after a
-    // division, which may make two of them equal.
+    // Find the largest logit, and the tokens that top-k keeps. False if these are uncertain: torch compares scores
+    // after a division, which may make two of them equal.
     bool begin(long top_k) {
         if (top_k > 0 && top_k < n) {
             TopK largest(top_k);
@@ -155,7 +155,7 @@ struct Race {
         return mass == mass && !any(close);
     }
 
-    // Find the token with the largest weight / variate among those with logits above `floor`. -1: none is certain.
+    // Find the token with the largest weight / variate among those with logits above `floor`; -1 if it is uncertain.
     long winner(float floor) const {
         Floats best = {}, second = {};
         Ints places = {}, none = {}, place = {};
@@ -179,8 +179,8 @@ struct Race {
         return best[lane] > behind * (1 + margin()) && !any(none) ? places[lane] : -1;
     }
 
-    // Whether top-p leaves a token: 1, 0, or -1 if that is not certain. In ascending order of their chances, it leaves
-    // the tokens with which the sum exceeds 1 - top_p. In which order equal ones stand is not known.
+    // Whether top-p keeps a token: 1, 0, or -1 if uncertain. If chances are added in ascending order, it keeps the
+    // tokens with which the sum exceeds 1 - top_p. The order of equal chances is unknown.
     int is_left(long token, double top_p) const {
         const float x = number(logits[token]), close = std::fabs(x) * ROUNDING;
         Floats above = {}, equals = {};
@@ -195,14 +195,14 @@ struct Race {
         double larger = 0, equal = 0;
         long same = 0;
         for (int l = 0; l < L; l++) larger += above[l], equal += equals[l], same += count[l];
-        if (x == top && same == 1) return 1;  // the argmax is always left
+        if (x == top && same == 1) return 1;  // the argmax is always kept
         const double most = (mass - larger) / mass, least = most - (same - 1) * equal / same / mass;
         const double error = SUM_ROUNDING * kept + margin();
         return least > 1 - top_p + error ? 1 : most < 1 - top_p - error ? 0 : -1;
     }
 };
 
-// The token that is drawn, or -1 if it is not certain, or if there is a NaN. top_k: at most MAX_COUNT; 0 for all.
+// The drawn token, or -1 if it is uncertain or there is a NaN. top_k: at most MAX_COUNT; 0 keeps all tokens.
 template <class T>
 static long drawn(const T* logits, const float* variates, long n, float temperature, long top_k, double top_p) {
     Race<T> race{logits, variates, n, temperature};
@@ -212,11 +212,11 @@ static long drawn(const T* logits, const float* variates, long n, float temperat
         if (token < 0 || top_p >= 1) return token;
         const int is_left = race.is_left(token, top_p);
         if (is_left) return is_left > 0 ? token : -1;
-        floor = number(logits[token]);  // what is less likely is not left either
+        floor = number(logits[token]);  // top-p does not keep less likely tokens, either
     }
 }
 
-// The place of the largest logit, the first of equals, or -1 if there is a NaN.
+// The place of the largest logit, the first if several are equal, or -1 if there is a NaN.
 template <class T>
 static long argmax(const T* logits, long n) {
     const float top = largest_of(logits, n);

@@ -1,10 +1,11 @@
-// Digests of memory. They say whether weights are still those that a copy was made of, and are as quick as reading them.
+// Digests of memory. They show whether weights have changed since a copy was made of them, at the speed of reading
+// them.
 //
-// In each lane, a digest is the sum over all vectors of (a + k) * (b + k'), where a and b are the two words of 32 bits in
-// the lane and k and k' those of the vector's key: the NH of UMAC (Black et al. 1999, CRYPTO 1999). To each product, the
-// factors are added with their halves swapped: so a change of a single word always changes the digest. That two changes
-// make up for each other takes a coincidence of 64 bits. The order in which vectors are added does not matter, so threads
-// share them out as they like.
+// In each lane, a digest is the sum over all vectors of (a + k) * (b + k'), where a and b are the two 32-bit words in
+// the lane, and k and k' those of the vector's key: the NH of UMAC (Black et al. 1999, CRYPTO 1999). Each product is
+// increased by its two factors with their order swapped, so a change of a single word always changes the digest. Two
+// changes cancel only by a coincidence of 64 bits. The order of the vectors does not matter, so threads can share them
+// in any way.
 
 #pragma once
 
@@ -18,10 +19,10 @@ using namespace gemm;
 typedef uint64_t Sums __attribute__((vector_size(4 * L)));
 constexpr long LANES = 8;  // of a digest in memory; narrower vectors leave some of them zero
 constexpr uint64_t FIRST = 0x9e3779b97f4a7c15, STEP = 0xd6e8feb86659fd93;  // keys of vectors: FIRST + i * STEP
-constexpr int STREAMS = 4;                                                 // that are read side by side
-constexpr long AHEAD = 1024;                                               // bytes that are prefetched in each
+constexpr int STREAMS = 4;                                                 // streams that are read side by side
+constexpr long AHEAD = 1024;                                               // bytes by which each is prefetched
 
-// What is added for a vector, of which `some` are the words and `key` the key in all lanes.
+// The summand of a vector. some: its words. key: the key in all lanes.
 static INLINE Sums mixed(Sums some, Sums key) {
     typedef uint32_t Words __attribute__((vector_size(4 * L)));
     const Sums keyed = (Sums)((Words)some + (Words)key), swapped = keyed << 32 | keyed >> 32;
@@ -34,7 +35,7 @@ static INLINE Sums mixed(Sums some, Sums key) {
 #endif
 }
 
-// The sums of bytes begin..end-1 of some memory. Both are multiples of a vector, or the end is that of the memory.
+// The sums of bytes begin..end-1 of some memory. Both are multiples of a vector, or `end` is the end of the memory.
 static INLINE Sums of(const char* memory, long begin, long end) {
     constexpr long SIZE = sizeof(Sums);
     const long of_stream = (end - begin) / SIZE / STREAMS * SIZE, whole = begin + of_stream * STREAMS;
@@ -57,7 +58,7 @@ static INLINE Sums of(const char* memory, long begin, long end) {
     return sums[0];
 }
 
-// Add sums to those of a digest, to which other threads may add at the same time.
+// Add sums to a digest. Other threads may do so at the same time.
 static INLINE void add(Sums sums, uint64_t* to) {
     for (int l = 0; l < L / 2; l++) __atomic_fetch_add(to + l, sums[l], __ATOMIC_RELAXED);
 }

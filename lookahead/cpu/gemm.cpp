@@ -9,14 +9,14 @@ FOR_EACH_WAY(MULTIPLY);
 
 using namespace gemm;
 
-constexpr long BLOCK = 96;  // outputs that a thread takes at a time
+constexpr long BLOCK = 96;  // outputs that a thread computes at a time
 
 template <class By>
 static long room(long rows, long inputs, long threads) {
     return aligned(Input<By>::bytes(rows, inputs)) + threads * bytes_of_panel<By>(inputs);
 }
 
-// Multiply x [rows][inputs] with each matrix. inputs is a multiple of STRIDE. room: as `Input` needs it.
+// Multiply x [rows][inputs] by each matrix. inputs is a multiple of STRIDE. room: the memory that `Input` needs.
 template <class By>
 static void multiply_all(const typename By::Number* x, const Matrix<typename By::Number>* matrices, long count,
                          long rows, long inputs, void* room, long threads) {
@@ -42,7 +42,7 @@ static void multiply_all(const typename By::Number* x, const Matrix<typename By:
     }
 }
 
-// The functions for Python. room: its bytes; it is aligned to 64 of them.
+// The functions for Python. room: number of its bytes; it is aligned to 64 bytes.
 
 extern "C" long room_float32(long rows, long inputs, long threads) { return room<ByFloats>(rows, inputs, threads); }
 

@@ -1,6 +1,6 @@
-// The blocks of GGUF files, which the kernels read as they are. A weight is a small whole number times the scale of its
-// group, plus an offset in some formats. Scales have few digits, so the products are exact: a weight is rounded as if it
-// had been unpacked before. Weights that were unpacked from MXFP4 are packed in such blocks again (`blocks.cpp`).
+// The blocks of GGUF files, which the kernels read directly. A weight is a small whole number times the scale of its
+// group, plus an offset in some formats. Scales have few digits, so the products are exact: weights are rounded as if
+// they had been unpacked first. Weights that were unpacked from MXFP4 are packed into such blocks again (`blocks.cpp`).
 
 #pragma once
 
@@ -9,7 +9,7 @@
 namespace gguf {
 using namespace gemm;
 
-// The number that two bytes hold in IEEE's half precision.
+// A number in IEEE's half precision, from two bytes.
 static INLINE float half(const uint8_t* x) {
     uint16_t bits;
     memcpy(&bits, x, sizeof bits);
@@ -17,7 +17,7 @@ static INLINE float half(const uint8_t* x) {
     return _mm512_cvtss_f32(_mm512_cvtph_ps(_mm256_castsi128_si256(_mm_cvtsi32_si128(bits))));
 #endif
     const uint32_t sign = (bits & 0x8000u) << 16, exponent = bits & 0x7c00, others = (bits & 0x7fffu) << 13;
-    const bool is_small = exponent == 0;  // below the smallest power of two that an exponent can say
+    const bool is_small = exponent == 0;  // subnormal
     uint32_t wide = others + ((exponent == 0x7c00 ? 255 - 31 : 127 - 15 + is_small) << 23) ;
     float y;
     memcpy(&y, &wide, sizeof y);
@@ -28,7 +28,7 @@ static INLINE float half(const uint8_t* x) {
     return y;
 }
 
-// L bytes without a sign, as integers.
+// L unsigned bytes as integers.
 static INLINE Ints widened(const uint8_t* x) {
 #if defined(__AVX512F__)
     return (Ints)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)x));
@@ -46,7 +46,7 @@ static const Ints LANES = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}
 static const Ints LANES = {0, 1, 2, 3, 4, 5, 6, 7};
 #endif
 
-// What all formats have: so many weights in so many bytes, and scales of so many weights each.
+// Common to all formats: a block has WEIGHTS weights in BYTES_ bytes, and a scale for each GROUP_ weights.
 template <long WEIGHTS, long BYTES_, long GROUP_>
 struct Shape {
     static constexpr long SIZE = WEIGHTS, BYTES = BYTES_, GROUP = GROUP_;
@@ -64,7 +64,7 @@ struct Shape {
             return weights(codes & 15, i);
 #endif
         }
-        // The same of codes of 5 bits, the last of which stand together: `fifth` has those of a group.
+        // The same for codes of 5 bits. The fifth bits are stored together: `fifth` points to those of a group.
         INLINE Floats of_codes(Ints codes, const uint8_t* fifth, long i) const {
 #ifdef __AVX512F__
             const float scale = this->scale[i / GROUP], offset = this->offset[i / GROUP];
@@ -80,7 +80,7 @@ struct Shape {
     };
 };
 
-// The numbers of L codes of 4 bits, which are shifted down by so many, in IQ4_NL and IQ4_XS.
+// The numbers of IQ4_NL and IQ4_XS for codes of 4 bits.
 #define IQ4 -127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113
 static INLINE Floats numbers_of_iq4(const uint8_t* codes, int shift) {
 #if defined(__AVX512F__)
@@ -97,7 +97,7 @@ static INLINE Floats numbers_of_iq4(const uint8_t* codes, int shift) {
 }
 #undef IQ4
 
-// Of each format: `read` finds the scales of a block, `weights` L weights of it, from weight i on.
+// In each format, `read` returns the scales of a block, and `weights` returns L weights from weight i on.
 struct Q4_0 : Shape<32, 18, 32> {
     static INLINE Scales read(const uint8_t* block) {
         const float scale = half(block);
@@ -171,13 +171,13 @@ struct Q3_K : Shape<256, 110, 16> {
     }
     static INLINE Floats weights(const uint8_t* block, long i, const Scales& scales) {
         const Ints lower = widened(block + 32 + i / 128 * 32 + i % 32) >> int(i % 128 / 32 * 2) & 3;
-        const Ints third = widened(block + i % 32) & 1 << int(i / 32);  // without it, the number is 4 less
+        const Ints third = widened(block + i % 32) & 1 << int(i / 32);  // if 0, the number is 4 less
         const Floats offset = third != 0 ? Floats{} : Floats{} + scales.offset[i / 16];
         return __builtin_convertvector(lower, Floats) * scales.scale[i / 16] + offset;
     }
 };
 
-// The scales and offsets of Q4_K and Q5_K: of each group a number of 6 bits, times one of the block.
+// The scales and offsets of Q4_K and Q5_K: a number of 6 bits for each group, times a factor of the block.
 template <class Scales>
 static INLINE Scales scales_of_k(const uint8_t* block) {
     uint32_t first[3], numbers[4];
@@ -254,14 +254,15 @@ struct IQ4_XS : Shape<256, 136, 32> {
     }
 };
 
-// Numbers of two digits, times one power of two (OCP Microscaling Formats, E2M1 and E8M0). This form alone is also read
-// as pairs of bf16 numbers. Then two neighbours share a byte; else, as in files, two that are 16 apart.
+// Numbers with two binary digits, times a power of two (OCP Microscaling Formats, E2M1 and E8M0). Only this format is
+// also read as pairs of bf16 numbers. Then two neighbours share a byte; otherwise, as in files, two numbers that are 16
+// apart.
 struct MXFP4 {
     static constexpr long SIZE = 32, BYTES = 17;
-    typedef Floats Scales;  // where numbers are looked up: those of all codes; else the power of two in all lanes
+    typedef Floats Scales;  // with AVX2, a table of the weights of codes; otherwise half the power of two in all lanes
 
     static INLINE Scales read(const uint8_t* block) {
-        const uint32_t power = block[0], bits = power < 2 ? 0x200000u << power : (power - 1) << 23;  // the half of it
+        const uint32_t power = block[0], bits = power < 2 ? 0x200000u << power : (power - 1) << 23;  // half of it
         float scale;
         memcpy(&scale, &bits, sizeof scale);
 #if defined(__AVX512F__)
@@ -272,7 +273,7 @@ struct MXFP4 {
         return Floats{} + scale;
 #endif
     }
-    // The numbers of codes, whose lanes may hold other bits above them.
+    // The weights of codes. Their lanes may hold other bits above them.
     static INLINE Floats numbers(Ints codes, const Scales& scales) {
 #if defined(__AVX512F__)
         return (Floats)_mm512_permutexvar_ps((__m512i)codes, (__m512)scales);
@@ -298,7 +299,7 @@ struct MXFP4 {
     }
 };
 
-// Whether weights are in blocks: then their type says how many bytes a block has.
+// Whether weights are in blocks. If so, their type has BYTES.
 template <class Weight, class = void>
 constexpr bool IS_BLOCK = false;
 template <class Weight>

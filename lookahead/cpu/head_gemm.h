@@ -1,4 +1,5 @@
-// GEMM of the numbers of each head with a matrix of the head's own, in float32. It is small beside those of whole layers. Each sum is in an order of its own, whatever other rows there are.
+// GEMM of each head with its own matrix, in float32. It is small beside the GEMMs of whole layers. The order of each
+// sum does not depend on other rows.
 
 #pragma once
 
@@ -38,8 +39,8 @@ static void sum_rows(const T* x, long x_stride, const T* w, long w_stride, long 
         }
 }
 
-// The products of R rows with n rows of w, which have `width` numbers, a multiple of WIDTH: each gives an output, or, if they
-// are transposed, takes an input.
+// The products of R rows with n rows of w. A row of w has `width` numbers, a multiple of WIDTH. It belongs to an
+// output, or to an input if w is transposed.
 template <int R, class T>
 static void multiply(const T* x, long x_stride, const T* w, long width, long n, bool is_transposed, T* out,
                      long out_stride) {

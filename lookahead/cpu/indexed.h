@@ -1,12 +1,12 @@
 // Matrices of bf16 numbers in 12 bits each.
 //
-// Trained weights have few exponents, so the upper bytes of a row are seldom more than sixteen. Held are the lower bytes of
-// all weights; codes of 4 bits, which say where the upper bytes stand in a table; the tables; and upper bytes that are in
-// no table, which are patched. Rows in which too many are not in a table are read from the matrix that they were made of.
-// That may be float32, if its weights are bf16 numbers.
+// Trained weights have few exponents, so the weights of a row seldom have more than sixteen different upper bytes. A
+// packed matrix has the lower bytes of all weights; codes of 4 bits, which are indices into a table of upper bytes; the
+// tables; and patches, for upper bytes that are not in a table. Rows with too many patches are read from the original
+// matrix. It may be float32, if its weights are bf16 numbers.
 //
-// Rows lie together, as many as a vector has lanes. A line has a pair of inputs of each of them, and their pair 2 * L inputs
-// further on: bytes and codes of BLOCK weights, which are unpacked to two vectors. Its L lines make a block of the rows.
+// L rows are packed together, one for each lane of a vector. A line has bytes and codes of BLOCK weights, which are
+// unpacked to two vectors: a pair of inputs of each row, and the pair 2 * L inputs later. A block is L such lines.
 
 #pragma once
 
@@ -18,17 +18,17 @@ namespace gemm {
 
 struct Indexed {
     static constexpr long BLOCK = 4 * L;     // inputs of a block, and weights of a line
-    static constexpr long TOGETHER = L;      // rows, and lines of a block
+    static constexpr long TOGETHER = L;      // rows packed together, and lines of a block
 #ifdef HAS_AMX
     static constexpr long OF_TABLE = L;  // rows with one table
 #else
-    static constexpr long OF_TABLE = 4;  // those in 16 bytes of a vector, which are looked up in 16 bytes of tables
+    static constexpr long OF_TABLE = 4;  // rows in 16 bytes of a vector: a shuffle looks these up in 16 bytes of tables
 #endif
     static constexpr long TABLES = TOGETHER / OF_TABLE;
 
     static INLINE long bytes(long inputs) { return aligned(inputs * 3 / 2 + 16 + inputs / BLOCK); }
 
-    // Where the parts of TOGETHER rows stand, of which `row` is one. What is in no table of theirs has a patch.
+    // The layout of TOGETHER rows, of which `row` is one.
     template <class Byte>
     struct Rows {
         Byte* const first;
@@ -40,21 +40,22 @@ struct Indexed {
         Byte* end() const { return first + TOGETHER * bytes(inputs); }
 
 #ifdef HAS_AMX
-        // Block after block, for a block is a tile of weights for two steps. Each has patches, or is read from the matrix.
+        // Block after block, because a block is a tile of weights for two steps. Each block has patches, or is read
+        // from the original matrix.
         static constexpr int ALL = 255;
         struct Patch {
-            uint8_t place[2], byte;  // the place in the first vectors of all lines, or in the second behind them
+            uint8_t place[2], byte;  // place: in the first vectors of all lines, followed by all second vectors
         };
 
         Byte* lower(long line, long i) const { return first + i * 3 / 2 * TOGETHER + line * BLOCK; }
         Byte* codes(long line, long i) const { return first + (i * 3 / 2 + BLOCK) * TOGETHER + line * BLOCK / 2; }
-        // How many patches the block has that begins at input i.
+        // Number of patches of the block that begins at input i, or ALL if it is read from the original matrix.
         Byte* exceptions(long i) const { return tables() + 16 * TABLES + i / BLOCK; }
         bool are_read(long i) const { return *exceptions(i) == ALL; }
-        // The patches of all blocks in turn, and how many there may be: as many as fit behind the rest.
+        // The patches of all blocks, and the number that there is room for.
         Patch* patches() const { return (Patch*)exceptions(inputs); }
         long room() const { return (end() - (Byte*)patches()) / (long)sizeof(Patch); }
-        // Patch a block whose lines are unpacked to these vectors.
+        // Apply the patches of a block, whose lines are unpacked to these vectors.
         void patch(long i, Ints* firsts, Ints* seconds) const {
             if (!*exceptions(i)) return;
             const Patch* patch = patches();
@@ -66,18 +67,18 @@ struct Indexed {
             }
         }
 #else
-        // The first lines of all blocks, then the second ones: in the order in which a panel is multiplied.
+        // The first lines of all blocks, then all second lines, and so on: the order in which a panel is multiplied.
         static constexpr int32_t ALL = -1;
         struct Patch {
-            uint32_t line;         // of all lines in their order
-            uint8_t vector, byte;  // the vector, and the place in it
-            uint8_t upper;         // what stands there
+            uint32_t line;         // number among all lines
+            uint8_t vector, byte;  // which vector, and the place in it
+            uint8_t upper;         // the upper byte
         };
 
         long place(long line, long i) const { return line * (inputs / BLOCK) + i / BLOCK; }
         Byte* lower(long line, long i) const { return first + place(line, i) * BLOCK; }
         Byte* codes(long line, long i) const { return first + inputs * TOGETHER + place(line, i) * BLOCK / 2; }
-        // How many patches there are, or ALL if these rows are read from the matrix. In the order of lines.
+        // Number of patches, which are in the order of lines, or ALL if these rows are read from the original matrix.
         int32_t& patched() const { return *(int32_t*)(tables() + 16 * TABLES); }
         bool are_read(long = 0) const { return patched() == ALL; }
         Patch* patches() const { return (Patch*)(&patched() + 1); }
@@ -91,7 +92,7 @@ struct Indexed {
 #endif
     };
 
-    // Which number of which vector of a line has its bytes at a place: so they are unpacked in order.
+    // The vector, and the number in it, that place `place` of a line becomes: unpack instructions interleave bytes so.
     static constexpr long vector_of(long place) { return place % 16 / 8; }
     static constexpr long number_of(long place) { return place / 16 * 8 + place % 8; }
 
@@ -103,7 +104,7 @@ struct Indexed {
         return (first >> 16 & 0xffff) | (second & ~0xffff);
     }
 
-    // A block of `rows` rows from the matrix that they were made of, as the bytes of its lines are unpacked.
+    // A block of `rows` rows of the original matrix, in the vectors to which its lines would be unpacked.
     template <class T>
     static INLINE void take_block(const T* weights, long rows, long inputs, Ints* firsts, Ints* seconds) {
         for (long row = 0; row < TOGETHER; row++) {
@@ -118,7 +119,7 @@ struct Indexed {
 #else
     typedef Ints Table;
 #endif
-    // The tables in a vector; the two vectors of a line. There is no such way of reading without AVX2.
+    // Load tables into a vector; unpack a line to two vectors. These need AVX2.
     static Table table_of(const uint8_t* tables);
     static void look_up(const uint8_t* lower, const uint8_t* codes, Table table, Ints* two);
 };

@@ -1,4 +1,4 @@
-// A matrix of weights, in whatever form they are, and what becomes of its sums.
+// A matrix of weights in any format, and where the results of its GEMM go.
 
 #pragma once
 
@@ -10,7 +10,7 @@
 
 namespace gemm {
 
-// The forms of weights, in the order of `Format` in products.py.
+// The formats of weights, in the order of `Format` in products.py.
 enum Format : long {
     FLOATS, BYTES, GROUPED, CODES, INDEXED,
     Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS, MXFP4
@@ -29,7 +29,7 @@ static INLINE long bytes_of_row(long inputs) {
     return std::is_same_v<Weight, Codes> ? inputs / 2 : inputs * sizeof(Weight);
 }
 
-// Return f of an object of the type in which weights of this form are read.
+// Call f with an object of the type for weights of this format.
 template <class T, class F>
 static INLINE auto by_weight(Format format, F f) {
     switch (format) {
@@ -58,14 +58,14 @@ static INLINE auto by_weight(Format format, F f) {
 template <class T>
 struct Matrix {
     const void* weights;         // [outputs] rows of the format
-    const T* scales;             // [outputs], or null: what the sum of each output is multiplied by
-    const float* group_scales;   // [outputs][inputs / group], or null: what each weight is multiplied by
-    const float* group_offsets;  // the same, or null: what is then added to each weight
+    const T* scales;             // [outputs], or null: factors of the sums
+    const float* group_scales;   // [outputs][inputs / group], or null: factors of the weights
+    const float* group_offsets;  // [outputs][inputs / group], or null: added to the scaled weights
     const T* bias;               // [outputs], or null
     T* out;                      // [rows][outputs]
     long outputs;
     long group;      // inputs with one scale: all, if there are no group_scales
-    const T* whole;  // [outputs][inputs]: what the weights were made of if they are indexed, else null
+    const T* whole;  // [outputs][inputs]: the original matrix if the weights are indexed, otherwise null
     Format format;
 
     template <class Weight>
@@ -78,7 +78,7 @@ struct Matrix {
         return by_weight<T>(format, [=](auto weight) -> const void* { return row<decltype(weight)>(output, inputs); });
     }
 
-    // Outputs first..first+count-1 alone, which go elsewhere.
+    // The matrix of outputs first..first+count-1 only, with another output.
     Matrix part(long first, long count, long inputs, T* to) const {
         return {at(first, inputs), scales ? scales + first : nullptr, of_groups(group_scales, first, inputs),
                 of_groups(group_offsets, first, inputs), bias ? bias + first : nullptr, to, count, group,

@@ -1,4 +1,4 @@
-// What the sources call of OpenMP: not every compiler that knows its pragmas brings omp.h.
+// Functions of OpenMP, declared here because some compilers support its pragmas but lack omp.h.
 
 #pragma once
 

@@ -1,4 +1,4 @@
-// The largest numbers of a row, and the places where they stand.
+// The largest numbers of a row, and their places.
 
 #pragma once
 
@@ -27,7 +27,7 @@ static inline bool any(Ints lanes) {
 #endif
 }
 
-// The largest numbers so far, in descending order, and their places. Of equal ones, the first.
+// The largest numbers so far, in descending order, and their places. Among equal numbers, the first counts.
 struct TopK {
     float numbers[MAX_COUNT];
     long places[MAX_COUNT];
@@ -44,8 +44,8 @@ struct TopK {
         numbers[i] = x, places[i] = place;
     }
 
-    // Offer n numbers of a row, the first of which stands at `place`. tops: room for the highest numbers of each block,
-    // lane by lane; or null. Returns the sum of all n, which is NaN or infinite if one of them is.
+    // Add n numbers of a row, the first of which is at `place`. tops: room for the largest numbers of each block in
+    // each lane; or null. Returns the sum of all n, which is NaN or infinite if one of them is.
     template <class T>
     float offer_row(const T* x, long n, long place = 0, Floats* tops = nullptr) {
         Floats sums = {};
@@ -59,7 +59,7 @@ struct TopK {
             }
             sums += sum;
             if (tops) *tops++ = top;
-            if (any(top > numbers[count - 1]))  // few blocks have one: to look at each vector takes longer
+            if (any(top > numbers[count - 1]))  // true for few blocks, so one test is faster than one for each vector
                 for (long j = i; j < i + BLOCK * L; j += L)
                     if (any(load(x + j) > numbers[count - 1]))
                         for (int l = 0; l < L; l++) offer(number(x[j + l]), place + j + l);

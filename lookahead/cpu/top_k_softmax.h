@@ -10,8 +10,8 @@
 namespace top_k {
 
 constexpr float LOG2_E = 1.44269504f;
-constexpr float LEAST = -32;  // 2 to the power of less counts for nothing: 49,152 such weights are 1e-5 at most
-constexpr long PIECE = 4 * BLOCK * L;  // numbers of a row that are looked at twice while the first cache holds them
+constexpr float LEAST = -32;  // smaller powers of 2 are ignored: 49,152 of them add up to 1e-5 at most
+constexpr long PIECE = 4 * BLOCK * L;  // numbers of a row that are read twice while L1 holds them
 
 // 2 to the power of x, to 3e-6, for x in -126 .. 0.
 static inline Floats power_of_2(Floats x) {
@@ -27,18 +27,18 @@ static inline Floats power_of_2(Floats x) {
 struct TopKSoftmax {
     TopK top;
     const float scale;
-    float whole = 0;  // the sum of all numbers: NaN or infinite if one of them is
+    float whole = 0;  // the sum of all numbers, which is NaN or infinite if one of them is
     float sum = 0;    // of 2 to the power of (x - the largest number) * scale
 
     TopKSoftmax(long count, float temperature) : top(count), scale(LOG2_E / temperature) {}
 
-    // Add n numbers, whose first stands at `place`. Pieces are added in their order.
+    // Add n numbers, the first of which is at `place`. Add pieces in their order.
     template <class T>
     void add(const T* x, long n, long place) {
         for (long i = 0; i < n; i += PIECE) add_piece(x + i, std::min(n - i, PIECE), place + i);
     }
 
-    // Add what another has seen of the same row, behind what this has.
+    // Add the result of a later piece of the same row.
     void add(const TopKSoftmax& other) {
         const float before = top.numbers[0];
         for (long i = 0; i < other.top.count; i++) top.offer(other.top.numbers[i], other.top.places[i]);
@@ -46,7 +46,7 @@ struct TopKSoftmax {
         sum = rescaled(sum, before) + rescaled(other.sum, other.top.numbers[0]);
     }
 
-    // A row that has overflowed counts for nothing: its probabilities are 0.
+    // If the row has overflowed, all probabilities are 0.
     void put(float* probabilities, long* tokens) const {
         for (long j = 0; j < top.count; j++) {
             const float p = std::exp2((top.numbers[j] - top.numbers[0]) * scale) / sum;
@@ -56,7 +56,7 @@ struct TopKSoftmax {
     }
 
 private:
-    // A sum relative to an earlier largest number, relative to the present one.
+    // Convert a sum relative to an earlier largest number to one relative to the present largest.
     float rescaled(float earlier, float before) const {
         return before == top.numbers[0] ? earlier : earlier * std::exp2((before - top.numbers[0]) * scale);
     }

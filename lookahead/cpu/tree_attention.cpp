@@ -17,9 +17,9 @@ static void attend(const attention::Attention<T>& attention, char* room, long th
 }
 
 // query [heads][rows][size], with strides. key, value [key_heads][keys][size], key_stride from head to head. size is at
-// most MAX_SIZE. mask [rows][masked] is added to the scores of the last `masked` keys. Without one, key i of the last
-// `rows` keys is seen by rows i and later. out [rows][heads][size]. room: of `attention_room_uint8` bytes for each thread, aligned to
-// 64 bytes.
+// most MAX_SIZE. mask [rows][masked] is added to the scores of the last `masked` keys. Without one, rows i and later
+// see key i of the last `rows` keys. out [rows][heads][size]. room: `attention_room_uint8` bytes for each thread,
+// aligned to 64 bytes.
 #define FOR(NAME, T)                                                                                                   \
     extern "C" void NAME(const T* query, const T* key, const T* value, const T* mask, T* out, char* room, long heads,  \
                          long key_heads, long rows, long keys, long masked, long size, long head_stride,               \

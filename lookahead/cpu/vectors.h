@@ -1,4 +1,4 @@
-// Vectors of numbers, and bf16: to float32, and rounded back.
+// Vectors of numbers, and conversions of bf16 to and from float32.
 
 #pragma once
 
@@ -14,7 +14,7 @@
 
 typedef uint16_t BFloat16;
 
-// Numbers in a register. The compiler keeps wider vectors in memory.
+// L: numbers in a register. The compiler keeps wider vectors in memory.
 #if defined(__AVX512F__)
 constexpr int WIDTH = 16;
 #elif defined(__AVX2__)
@@ -33,13 +33,14 @@ struct Lanes {
 };
 
 #ifdef __AVX512BF16__
-// Whether floats are multiplied faster than pairs of bf16 numbers. In the time of a vector of pairs, Intel's processors
-// multiply more than two of floats, AMD's one (from Zen 4 on: iree-org/iree, pull request 15089).
+// Whether products of floats are faster than products of pairs of bf16 numbers. In the time of one vector of pairs,
+// Intel's processors multiply more than two vectors of floats, AMD's one (from Zen 4 on: iree-org/iree, pull request
+// 15089).
 static inline bool floats_are_faster() { return __builtin_cpu_is("intel"); }
 #endif
 
-// Memory that is wanted next, of which each step prefetches so many bytes. A core can wait for some dozens of lines at a
-// time, so they are asked for a few at a time, between products and shuffles.
+// Memory that is read next. Each step prefetches some bytes of it, between products and shuffles, because a core can
+// have only a few dozen cache lines in flight.
 struct Wanted {
     const char* begin = nullptr;
     long bytes = 0;
@@ -49,7 +50,7 @@ struct Wanted {
     }
 };
 
-// So many bytes, up to where a line of a cache ends.
+// A number of bytes, rounded up to whole cache lines.
 static inline long aligned(long bytes) { return (bytes + 63) / 64 * 64; }
 
 static inline float number(float x) { return x; }
@@ -61,7 +62,7 @@ static inline float number(BFloat16 x) {
     return y;
 }
 
-// The bits of L numbers, each in the lower half of its lane. GCC's own conversion takes a vector in parts.
+// The bits of L numbers, each in the lower half of its lane. GCC's own conversion splits the vector.
 template <int L>
 static inline typename Lanes<L>::Ints bits(const BFloat16* x) {
 #if defined(__AVX512F__)
@@ -74,7 +75,7 @@ static inline typename Lanes<L>::Ints bits(const BFloat16* x) {
     return __builtin_convertvector(some, typename Lanes<L>::Ints);
 }
 
-// The bits of the nearest bf16 number (ties to even), in the lower half of each lane. Not for NaN.
+// The bits of the nearest bf16 number (ties to even), in the lower half of each lane. NaN is not supported.
 template <class Ints, class Floats>
 static inline Ints rounded(Floats x) {
     return ((Ints)x + 0x7fff + ((Ints)x >> 16 & 1)) >> 16 & 0xffff;
@@ -123,7 +124,7 @@ static inline Lanes<WIDTH>::Floats load(const BFloat16* x) { return (Lanes<WIDTH
 template <int L, class Floats = typename Lanes<L>::Floats, class Ints = typename Lanes<L>::Ints>
 static inline Floats exponential(Floats x) {
 #ifdef __AVX512F__
-    if constexpr (L == 16) {  // it rounds by adding 1.5 * 2^23, and scales without a shift
+    if constexpr (L == 16) {  // rounds by adding 1.5 * 2^23, and scales without a shift
         const Floats shifted = x * 1.44269504f + 0x1.8p23f, n = shifted - 0x1.8p23f;
         const Floats r = x - n * 0.693359375f + n * 2.12194440e-4f;
         Floats y = r * 1.98756915e-4f + 1.39819995e-3f;  // Cephes, expf
@@ -159,7 +160,7 @@ static INLINE Floats times_sigmoid(Floats x, Floats y) {
     return x * (y < 0 ? power : Floats{} + 1.0f) / (1.0f + power);
 }
 
-// Lanes I of the vectors a and b, one behind the other.
+// Lanes I of the concatenation of vectors a and b.
 template <int... I, class Vector>
 static INLINE Vector shuffled(Vector a, Vector b) {
 #ifdef __clang__
@@ -169,7 +170,7 @@ static INLINE Vector shuffled(Vector a, Vector b) {
 #endif
 }
 
-// Swap the lanes of as many vectors as they have: lane i of vector j becomes lane j of vector i.
+// Transpose a square of vectors: lane i of vector j becomes lane j of vector i.
 template <int STEP = 1, class Vector, int... I>
 static INLINE void transpose(Vector* v, std::integer_sequence<int, I...> lanes) {
     constexpr int N = sizeof...(I);
@@ -188,7 +189,7 @@ template <class Vector>
 static INLINE void transpose(Vector* v) {
     constexpr int N = sizeof(Vector) / sizeof(float);
 #ifdef __AVX512F__
-    if constexpr (N == 16) {  // by shuffles that need no registers for their places
+    if constexpr (N == 16) {  // with shuffles that need no registers for indices
         __m512i a[N], b[N];
         UNROLL for (int i = 0; i < N; i += 2) {
             a[i] = _mm512_unpacklo_epi32((__m512i)v[i], (__m512i)v[i + 1]);
@@ -212,7 +213,7 @@ static INLINE void transpose(Vector* v) {
     transpose(v, std::make_integer_sequence<int, N>());
 }
 
-// f of all lanes, two at a time by halves: in all lanes, of a function that does not heed their order.
+// Reduce all lanes by f, which must be commutative and associative. The result is in all lanes.
 template <int STEP, class F, int... I>
 static INLINE Lanes<WIDTH>::Floats over_lanes(Lanes<WIDTH>::Floats v, F f, std::integer_sequence<int, I...> lanes) {
     if constexpr (STEP == 0)

@@ -1,6 +1,6 @@
-// How the kernels read weights and multiply with them. Weights may be numbers of the input's type, float32 or bf16;
-// bytes with a scale for each output or for each group of inputs; codes of 4 bits with a scale and an offset for each
-// group; or bf16 numbers in 12 bits. They are read as they are and become factors in registers.
+// How the kernels read weights and multiply by them. Weights may be numbers of the input's type, float32 or bf16; bytes
+// with a scale for each output or for each group of inputs; codes of 4 bits with a scale and an offset for each group;
+// or bf16 numbers in 12 bits. They are unpacked in registers.
 
 #pragma once
 
@@ -31,7 +31,7 @@ struct Codes {
     uint8_t two;
 };
 
-// L bytes as integers. GCC's own conversion takes them one by one.
+// L bytes as integers. GCC's own conversion handles them one by one.
 static INLINE Ints widened(const int8_t* x) {
 #if defined(__AVX512F__)
     return (Ints)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)x));
@@ -42,7 +42,7 @@ static INLINE Ints widened(const int8_t* x) {
 #endif
 }
 
-// L codes are the bits of a word that is in all lanes: each lane shifts its own code down. Other bits stay above it.
+// L codes are one word. Each lane gets the whole word and shifts its own code down; other bits stay above it.
 #ifdef __AVX512F__
 typedef uint64_t Word;
 static const Ints SHIFTS = {0, 0, 4, 4, 8, 8, 12, 12, 16, 16, 20, 20, 24, 24, 28, 28};
@@ -65,8 +65,8 @@ static INLINE Ints codes(const Codes* x) {
     return (Ints)(Words{} + all) >> SHIFTS;
 }
 
-// The weights of L codes, rounded once if the processor can, else twice: then a scale must have few digits. AVX-512 looks
-// them up in a table of the weights of all codes.
+// The weights of L codes. With FMA they are rounded once; otherwise twice, so scales must have few digits. With
+// AVX-512, they are looked up in a table of the weights of all codes.
 #ifdef __AVX512F__
 static INLINE Floats table_of(float scale, float offset) {
     const __m512 numbers = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
@@ -91,8 +91,8 @@ static INLINE Floats weights(const Codes* x, float scale, float offset) {
 static INLINE Floats low(Ints pairs) { return (Floats)(pairs << 16); }
 static INLINE Floats high(Ints pairs) { return (Floats)(pairs & ~0xffff); }
 
-// A vector that the compiler keeps in a register. Else it reads it from memory for each output anew, and then a processor
-// has more to read than to multiply.
+// Make the compiler keep a vector in a register. Otherwise it reads the vector from memory for each output, and reading
+// takes longer than multiplying.
 template <class Vector>
 static INLINE Vector in_register(Vector x) {
 #if defined(__AVX512F__)
@@ -103,8 +103,8 @@ static INLINE Vector in_register(Vector x) {
     return x;
 }
 
-// How numbers of a type are multiplied: STRIDE numbers at a time, loaded as Factors. Prepared is the type of the input
-// as the kernel takes it. A byte is exactly a number of either type; times a scale, it is rounded to one.
+// How numbers of a type are multiplied: STRIDE numbers at a time, loaded as Factors. Prepared is the type of the packed
+// input. Both types represent a byte exactly; a byte times a scale is rounded to the type.
 struct ByFloats {
     typedef float Number;
     typedef float Prepared;
@@ -161,7 +161,7 @@ struct Pairs {
         const Ints some = pairs(&x->byte);
         return rounded<Ints>(even(some) * scale) | rounded<Ints>(odd(some) * scale) << 16;
     }
-    static INLINE Ints factors(const Codes* x, float scale, float offset) {  // first those at even places
+    static INLINE Ints factors(const Codes* x, float scale, float offset) {  // even places in the lower halves
 #ifdef __AVX512F__
         const Floats table = (Floats)(rounded<Ints>(table_of(scale, offset)) << 16);
         return ((Ints)looked_up(x, table) >> 16 & 0xffff) | (Ints)looked_up(x + L / 2, table);
@@ -178,7 +178,7 @@ struct Pairs {
 };
 
 #ifdef __AVX512BF16__
-// Pairs are multiplied as they are.
+// Pairs are multiplied directly.
 struct ByPairs : Pairs {
     typedef BFloat16 Prepared;
     template <int O, int V>
@@ -190,7 +190,7 @@ struct ByPairs : Pairs {
 };
 #endif
 
-// Pairs are multiplied as floats. The input is split beforehand: of each STRIDE numbers, first those at even places, then
+// Pairs are multiplied as floats. The input is packed first: of each STRIDE numbers, those at even places come before
 // those at odd places.
 struct BySplitPairs : Pairs {
     typedef float Prepared;
@@ -200,7 +200,7 @@ struct BySplitPairs : Pairs {
     }
 };
 
-// Call f with the faster way to multiply bf16 numbers.
+// Call f with the faster way to multiply bf16 numbers on this processor.
 template <class F>
 static auto by_pairs(F f) {
 #if defined(HAS_AMX)

@@ -1,4 +1,4 @@
-"""Reads the published files of trained heads: config.json and the tensors."""
+"""Read the published files of trained heads: config.json and the tensors."""
 
 import json
 import pickle
@@ -19,7 +19,7 @@ FILES = ("model.safetensors", "medusa_lm_head.safetensors", "pytorch_model.bin",
 
 @dataclass
 class Checkpoint:
-    """The tensors of a folder that were not read yet, by name."""
+    """A folder's tensors by name; `read` removes a tensor, so `finish` finds those that nothing used."""
 
     folder: Path
     config: dict[str, Any]
@@ -39,7 +39,7 @@ class Checkpoint:
         folder = Path(path)
         if not folder.is_dir():
             raise FileNotFoundError(
-                f"{folder} is no folder: download the heads first, as with huggingface_hub.snapshot_download(name)"
+                f"{folder} is not a folder: download the heads first, e.g. by huggingface_hub.snapshot_download(name)"
             )
         config = _read_json(folder / "config.json")
         tensors: dict[str, torch.Tensor] = {}
@@ -65,7 +65,7 @@ class Checkpoint:
             wanted = ", ".join("any" if size is None else str(size) for size in shape)
             raise ValueError(
                 f"the tensor {name!r} of {self.folder} has shape {list(tensor.shape)}, not [{wanted}]: these heads "
-                "were made for another model, or their config.json is not theirs"
+                "were made for another model, or config.json belongs to other heads"
             )
         return tensor.to(self.device, self.dtype if tensor.is_floating_point() else None)
 
@@ -73,21 +73,21 @@ class Checkpoint:
         return self.read(name, *shape) if name in self.tensors else None
 
     def finish(self) -> None:
-        """Raise ValueError if tensors were not read, because the head would lack their part."""
+        """Raise ValueError if tensors were not read, because they are a part of the head that is unknown here."""
         if self.tensors:
-            raise ValueError(f"{self.folder} has tensors of no known layout: {_some(self.tensors)}")
+            raise ValueError(f"{self.folder} has tensors of an unknown layout: {_some(self.tensors)}")
 
 
 def projection_of(model: PreTrainedModel) -> nn.Linear:
     """The model's lm_head. Raises ValueError if it has none."""
     projection = model.get_output_embeddings()
     if projection is None:
-        raise ValueError(f"{type(model).__name__} has no output embeddings, for which heads could have been trained")
-    return projection  # type: ignore[return-value]  # a linear layer, or what stands for one
+        raise ValueError(f"{type(model).__name__} has no output embeddings, which heads need")
+    return projection  # type: ignore[return-value]  # a linear layer, or a module that replaces one
 
 
 def depth_of(model: PreTrainedModel) -> int:
-    """How many layers a model has: its last hidden state has this number. A configuration may count parts of them."""
+    """The number of layers, which is also the number of the last hidden state. A configuration may count otherwise."""
     count: int = model.config.get_text_config(decoder=True).num_hidden_layers
     layers = getattr(model.get_decoder(), "layers", None)
     return count if layers is None else min(count, len(layers))
@@ -100,7 +100,7 @@ def _files_in(folder: Path) -> list[str]:
             names = set(_read_json(folder / index).get("weight_map", {}).values())
             for name in names:
                 if not isinstance(name, str) or Path(name).name != name:
-                    raise ValueError(f"{folder / index} names {name!r}, which is no file of its folder")
+                    raise ValueError(f"{folder / index} names {name!r}, which is not a file of its folder")
             return sorted(names)
     for name in FILES:
         if (folder / name).is_file():
@@ -111,7 +111,7 @@ def _files_in(folder: Path) -> list[str]:
 def _read_json(path: Path) -> dict[str, Any]:
     content = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(content, dict):
-        raise ValueError(f"{path} holds {content!r:.60} in place of an object")
+        raise ValueError(f"{path} holds {content!r:.60} instead of an object")
     return content
 
 
@@ -123,7 +123,7 @@ def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
     except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError) as error:
         raise ValueError(f"{path} cannot be read, or holds more than tensors: {error}") from error
     if not isinstance(found, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in found.values()):
-        raise ValueError(f"{path} holds {type(found).__name__} in place of tensors by name")
+        raise ValueError(f"{path} holds {type(found).__name__} instead of tensors by name")
     return found
 
 

@@ -1,12 +1,11 @@
 """Guesses from a draft model: a tree of likely tokens, which its passes grow best-first.
 
-A pass computes the most likely guesses; the model's predictions after them are more guesses. Another pass follows while
-the tokens that it is expected to add are worth its time (a draft model: Leviathan et al. 2023, arXiv 2211.17192;
-a tree that grows by its probabilities: Li et al. 2024, arXiv 2406.16858, section 4.1).
+A pass computes the most likely guesses; the model's predictions after them are more guesses. Another pass follows if
+the tokens that it should add are worth its time (draft models: Leviathan et al. 2023, arXiv 2211.17192; trees that
+grow by probability: Li et al. 2024, arXiv 2406.16858, section 4.1).
 
-A draft model also uses lookahead: its own sources guess its tokens, so that one of its passes can go several
-tokens deep. They are an n-gram pool, or the sources that the draft model was wrapped with. So models can form a
-cascade.
+A draft model uses lookahead, too: its own sources guess its tokens, so one of its passes can go several tokens deep.
+These sources are an n-gram pool, or those that the draft model was wrapped with. So models can form a cascade.
 """
 
 import time
@@ -54,34 +53,35 @@ from ngram_pool import GuessTree, NgramPool
 
 TOP_K = 8  # guesses after each row
 MAX_ROWS = 16  # guesses of one text that a pass computes
-MAX_LACKING = 32  # missing tokens of a text that a step's first pass computes with guesses; more are prefilled before
-ROOM = 1024  # positions beyond the text for which a cache makes room at once
-MIN_TOKENS = 0.2  # tokens that another pass must be expected to add if no rate values its time
-SHARPENING, MAX_SHARPNESS = 0.02, 8.0  # how far a token moves the exponent of a draft's probabilities, and its bound
-MIN_REST = 1e-6  # least probability of all tokens beyond the most likely
-# What the counts begin with: accepted rows that had the next token among their guesses, and all accepted rows.
+MAX_LACKING = 32  # missing tokens that a step's first pass computes together with guesses; more are prefilled first
+ROOM = 1024  # positions beyond the text that a cache allocates at once
+MIN_TOKENS = 0.2  # expected tokens that justify another pass if no rate of decoding is known
+SHARPENING, MAX_SHARPNESS = 0.02, 8.0  # step size and bound of the exponent of a draft's probabilities
+MIN_REST = 1e-6  # least probability of all tokens beyond the top k together
+# Initial counts: accepted rows whose guesses contained the next token, and all accepted rows.
 PRIOR_HITS, PRIOR_ROWS = 6.0, 8.0
 
 
 class Sharpness:
     """The exponent that calibrates a draft's probabilities to the share of accepted guesses.
 
-    A draft with the model's own probabilities knows the token of a known draw (`Limits.draws`), but the shares of p / e
-    do not show it. A draft with very different probabilities is less sure than its shares say. The exponent follows the
-    emitted tokens, by gradient descent on the log loss.
+    With known draws (`Limits.draws`), probabilities are shares of p / e. A draft whose p are the model's own knows the
+    next token for certain, but its shares do not show it. A draft with very different p is less sure than its shares
+    say. The exponent is fitted to the emitted tokens by gradient descent on the log loss.
     """
 
     def __init__(self) -> None:
         self._exponent = 1.0
 
     def __call__(self, probabilities: np.ndarray) -> np.ndarray:
-        """Return sharpened probabilities of some tokens, [..., k]. All other tokens count as a single one."""
+        """Return sharpened probabilities of the top tokens, [..., k]. All other tokens count as a single one."""
         rest = np.maximum(1 - probabilities.sum(-1, keepdims=True), MIN_REST)
         powers = np.concatenate([probabilities, rest], -1) ** self._exponent
         return (powers / powers.sum(-1, keepdims=True))[..., :-1]
 
     def count(self, probabilities: np.ndarray, index: int | None) -> None:
-        """Count an emitted token. probabilities: float64 [k], as given. index: the token's; None: another token."""
+        """Learn from an emitted token. probabilities: float64 [k], before sharpening. index: the token's among the k;
+        None: it is not one of them."""
         with_rest = np.append(probabilities, max(1 - probabilities.sum(), MIN_REST))
         logs = np.log(np.maximum(with_rest, MIN_REST))
         shares = np.exp(self._exponent * logs)
@@ -94,20 +94,20 @@ _sharpness = OfModels[dict[bool, Sharpness]]()
 
 
 def sharpness_of(model: PreTrainedModel, has_draws: bool) -> Sharpness:
-    """The sharpness that is kept for a draft model, with known draws and without."""
+    """The `Sharpness` of a draft model, which outlives calls. There is one for known draws and one for unknown."""
     return _sharpness.setdefault(model, {}).setdefault(has_draws, Sharpness())
 
 
 @dataclass(eq=False)
 class Node:
-    """A token that passes compute, or may compute: one of the text, or a guess."""
+    """A token of the text, or a guess. Passes have computed it, or may."""
 
     token: int
     parent: "Node | None" = None
     chance: float = 1.0
-    """That the text goes on to it."""
+    """The probability that the text reaches it."""
     depth: int = 0
-    """Below the text's last token, the root; 0 in the text itself."""
+    """Distance from the text's last token, the root; 0 in the text itself."""
     row: int = -1
     """Its row in the passes, once it has one."""
     following: dict[int, float] = field(default_factory=dict)
@@ -116,7 +116,7 @@ class Node:
     """The same probabilities before they were sharpened."""
 
     def path(self) -> list[int]:
-        """The tokens from behind the root to this one."""
+        """The tokens after the root, up to this one."""
         tokens, node = [], self
         while node.parent and node.depth:
             tokens.append(node.token)
@@ -131,8 +131,8 @@ class Draft:
         """lacking: the tokens of the text that the cache lacks; at least its last."""
         self._sharpness = sharpness
         self.rows: list[Node] = []
-        """What the passes compute: the tokens that the cache lacks, whose last is the root, then guesses, parents
-        first."""
+        """Nodes in the order in which passes compute them: the tokens that the cache lacks, the root last; then
+        guesses, each after its parent."""
         self.computed = 0
         """How many of them have been computed."""
         self._below: dict[tuple[Node | None, int], Node] = {}  # {(row, next token): row of that token}
@@ -147,11 +147,11 @@ class Draft:
         self._below[node.parent, node.token] = node
 
     def fill_up(self, count: int) -> None:
-        """Bring the number of rows to ``count``, by copies of the root that no other row sees."""
+        """Pad to ``count`` rows with copies of the root that no other row sees."""
         self.rows += [Node(self.root.token, chance=0.0, row=row) for row in range(len(self.rows), count)]
 
     def step(self, computed: int) -> Step:
-        """The rows as a step, of which the first ``computed`` stay computed."""
+        """The rows as a step. The first ``computed`` rows are not computed again."""
         parents = [-1 if node.parent is None else node.parent.row for node in self.rows]
         return grow([node.token for node in self.rows], parents, computed)
 
@@ -177,7 +177,7 @@ class Draft:
         return sorted(found, key=lambda node: -node.chance)
 
     def worth_a_row(self, guesses: list[Node], limits: Limits, can_branch: bool = True) -> list[Node]:
-        """Return the guesses that are worth computing: their children may be among the most likely ones requested.
+        """Return the guesses that are worth computing, because their children may be among the most likely guesses.
 
         guesses: most likely first. can_branch: whether a pass can compute more than a single branch.
         """
@@ -204,10 +204,7 @@ class Draft:
         return GuessTree.of(*zip(*found, strict=True)) if found else GuessTree.empty()
 
     def accepted(self, emitted: list[int]) -> list[Node]:
-        """Return the rows of the text, then those of the emitted tokens, as far as they were computed.
-
-        The last emitted token is left out: it is the next root.
-        """
+        """Return the computed rows of the text, then those of the emitted tokens without the last, the next root."""
         path = self.rows[: self.root.row + 1]
         for token in emitted[:-1]:
             if (path[-1], token) not in self._below:
@@ -216,7 +213,7 @@ class Draft:
         return path
 
     def teach(self, path: list[Node], emitted: list[int]) -> int:
-        """Count the emitted tokens, and return how many of them were among the guesses after the row before.
+        """Learn from the emitted tokens, and return how many of them were guessed.
 
         path: their rows, as `accepted` returns them.
         """
@@ -232,7 +229,7 @@ class _Asked(NamedTuple):
     """The guesses of the draft model's own sources after one node."""
 
     text: list[int]
-    """Up to the node's token."""
+    """The text up to the node's token."""
     node: Node
     tree: GuessTree
     nodes: list[Node]
@@ -240,7 +237,7 @@ class _Asked(NamedTuple):
 
 
 class _Inner:
-    """The sources that look ahead for a draft model without an engine, under the names that an engine has for them."""
+    """The sources that guess for a draft model which is not wrapped. The names are those of an engine."""
 
     def __init__(self, memory_mb: float):
         self.sources: list[GuessSource] = [PoolSource()]
@@ -251,14 +248,15 @@ _inner = OfModels[_Inner]()
 
 
 class DraftModelSource(GuessSource):
-    """Proposes the likely tokens of a draft model, which must have the vocabulary of the model.
+    """Proposes the likely tokens of a draft model with the same vocabulary.
 
-    A wrapped draft model uses its own settings, sources and pool. Another one gets a pool for all calls.
+    A wrapped draft model uses its own settings, sources and pool. A draft model without a wrap gets a pool for all
+    calls.
     """
 
     def __init__(self, model: PreTrainedModel, config: LookaheadConfig | None = None):
-        """config: says how to run the passes of a model that is not wrapped (`cpu_kernels`, `pack_weights`), and how
-        much memory its pool has."""
+        """config: for a draft model that is not wrapped: how to run its passes (`cpu_kernels`, `pack_weights`), and the
+        memory of its pool."""
         self._given = model
         self._config = config or LookaheadConfig()
 
@@ -274,7 +272,7 @@ class DraftModelSource(GuessSource):
 
     @contextmanager
     def running(self) -> Iterator[EagerRunner]:
-        """Run passes of the draft model in this block, wrapped or not."""
+        """In this block, the draft model's passes can run."""
         engine, config = self.engine, self._config
         with ExitStack() as stack:
             if engine is not None:
@@ -292,13 +290,11 @@ class DraftModelSource(GuessSource):
             return
 
     def own_sources(self) -> Any:
-        """The `Lookahead` of a wrapped draft model, or the `_Inner` of another."""
+        """The `Lookahead` of a wrapped draft model, or else an `_Inner`."""
         if (engine := self.engine) is None:
             return _inner.get(self.model) or _inner.setdefault(self.model, _Inner(self._config.pool_memory_mb))
         if engine.needs.hidden_states:
-            raise ValueError(
-                "a draft model's own sources cannot have hidden states: wrap the draft model without its heads"
-            )
+            raise ValueError("a draft model's own sources cannot use hidden states: wrap the draft model without heads")
         return engine
 
     def start(self, batch: Batch) -> "DraftGuesser":
@@ -325,7 +321,7 @@ class DraftGuesser(Guesser):
         self._cache: AnyCache | None = None
         self._held: list[list[int]] = [[] for _ in batch.texts]  # tokens in the cache
         self._drafts: list[Draft] = []
-        self._steps: list[Step] = []  # what was computed and not committed yet
+        self._steps: list[Step] = []  # computed, but not committed yet
         self._serves = len(batch.texts) == 1 or can_batch(self.model, self._runner.adapter)
         self._hits, self._rows = PRIOR_HITS, PRIOR_ROWS
 
@@ -364,7 +360,7 @@ class DraftGuesser(Guesser):
         self._steps = []
 
     def _settle(self, outcome: Outcome) -> list[list[Node]]:
-        """Return the accepted rows of each draft, and count how often they had the next token among their guesses."""
+        """Return the accepted rows of each draft, and count how many of their guesses contained the next token."""
         paths = [draft.accepted(emitted) for draft, emitted in zip(self._drafts, outcome.emitted, strict=True)]
         for draft, path, emitted in zip(self._drafts, paths, outcome.emitted, strict=True):
             self._hits += draft.teach(path, emitted)
@@ -385,7 +381,7 @@ class DraftGuesser(Guesser):
     # The cache
 
     def _catch_up(self, texts: list[list[int]]) -> bool:
-        """Bring the cache to a prefix of each text that lacks a few tokens; False if the model cannot compute them."""
+        """Bring the cache close to the end of each text. Returns False if the draft model cannot continue the texts."""
         context = context_length(self.model)
         lacking = [text[len(held) :] for text, held in zip(texts, self._held, strict=True)]
         if any(len(text) < 2 or len(text) + 2 * MAX_ROWS > context for text in texts):
@@ -424,9 +420,9 @@ class DraftGuesser(Guesser):
     # A pass
 
     def _plan(self, texts: list[list[int]], limits: Limits) -> list[_Asked] | None:
-        """Add the rows of the next pass to the drafts; None if no pass is worth its time.
+        """Add the rows of the next pass to the drafts, and return the guesses of the draft model's own sources.
 
-        Returns what the model's own sources guess.
+        Returns None if no pass is worth its time.
         """
         likeliest_first = [
             draft.candidates(depth)[:MAX_ROWS] for draft, depth in zip(self._drafts, limits.depths, strict=True)
@@ -437,7 +433,7 @@ class DraftGuesser(Guesser):
             asked = self._ask(texts, limits, likeliest_first)
             for guesses, one in zip(likeliest_first, asked, strict=True):
                 guesses += one.nodes
-                guesses.sort(key=lambda guess: -guess.chance)  # stable: what a guess follows stays before it
+                guesses.sort(key=lambda guess: -guess.chance)  # stable, so parents stay before children
         wanted = [
             draft.worth_a_row(guesses, limits, self._runner.adapter.can_branch)
             for draft, guesses in zip(self._drafts, likeliest_first, strict=True)
@@ -454,7 +450,7 @@ class DraftGuesser(Guesser):
         return asked
 
     def _ask(self, texts: list[list[int]], limits: Limits, candidates: list[list[Node]]) -> list[_Asked]:
-        """What the model's own sources guess after the most likely guess of each draft, or after the text itself."""
+        """Guesses of the draft model's own sources after the most likely guess of each draft, or after the text."""
         after = [guesses[0] if guesses else draft.root for draft, guesses in zip(self._drafts, candidates, strict=True)]
         texts = [text + node.path() for text, node in zip(texts, after, strict=True)]
         depths = [max(depth - node.depth, 0) for depth, node in zip(limits.depths, after, strict=True)]
@@ -511,11 +507,11 @@ class DraftGuesser(Guesser):
             self._show(asked, logits, said[0][..., 0], computed)
 
     def _show(self, asked: list[_Asked], logits: torch.Tensor, best: np.ndarray, computed: int) -> None:
-        """Pass the model's logits after its own sources' guesses to these sources, as if it wrote the top tokens.
+        """Let the draft model's own sources observe the logits after their guesses, as if it emitted the top tokens.
 
-        best: [batch, T], those tokens. computed: rows before those of the pass.
+        best: [batch, T], these tokens. computed: number of rows before those of the pass.
         """
-        if any(one.node.row < 0 for one in asked):  # a text of the batch did not get its row
+        if any(one.node.row < 0 for one in asked):  # a text of the batch got no row
             return
         steps, shown, paths, emitted = [], [], [], []
         for one, row_logits, tokens in zip(asked, logits, best, strict=True):

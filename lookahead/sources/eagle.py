@@ -44,9 +44,9 @@ from lookahead.sources.draft import MAX_ROWS, MIN_TOKENS, TOP_K, Draft, Sharpnes
 from ngram_pool import GuessTree
 
 CHUNK = 512  # pairs of a text that one pass computes
-FADE = 0.98  # factor for the seconds of a pass that was too expensive, so that it is tried again
-ROOM = 256  # places that a cache is made larger by, at least
-# Settings of a head's config.json that its layer is made of.
+FADE = 0.98  # lowers the recorded time of a pass that was too expensive, so that it is tried again
+ROOM = 256  # least number of places by which a cache grows
+# Settings in a head's config.json that define its layer.
 LAYER_SETTINGS = (
     "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act",
     "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings",
@@ -56,14 +56,14 @@ UNKNOWN_SETTINGS = ("norm_before_fc", "fc_norm", "norm_output")  # further norms
 
 @dataclass
 class _KeysAndValues:
-    """The keys and values of an EAGLE head for the pairs of one text, and after them of guesses."""
+    """The keys and values of an EAGLE head for the pairs of one text, followed by those of guesses."""
 
     keys: torch.Tensor
     """[key heads, places, size]"""
     values: torch.Tensor
 
     def put(self, start: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write keys and values [heads, n, size] from place ``start`` on; return all up to them."""
+        """Write keys and values [heads, n, size] from place ``start`` on; return all up to their end."""
         stop, room = start + keys.shape[1], self.keys.shape[1]
         if stop > room:
             more = max(ROOM, room, stop - room)
@@ -81,13 +81,13 @@ class Text:
     """The pairs that a head has computed for one text, and the features that it can compute next."""
 
     cached: Any
-    """Of `length` pairs, and behind them of guesses: what the head makes, with a method `fork`."""
+    """The head's own cache, of `length` pairs and then of guesses. It has a method `fork`."""
     length: int = 0
     waiting: list[tuple[int, torch.Tensor]] = field(default_factory=list)
     """Features of consecutive tokens that are in no pair yet, [n, width], and the place of the first in the text."""
 
     def known(self) -> int:
-        """The number of tokens up to the last whose feature waits; -1 if none does."""
+        """Number of tokens up to the last one with a waiting feature; -1 if none waits."""
         return self.waiting[-1][0] + len(self.waiting[-1][1]) if self.waiting else -1
 
     def fork(self) -> "Text":
@@ -110,17 +110,17 @@ class _Linear:
 
 
 class _Head:
-    """The layer of an EAGLE head, with what stands before and behind it."""
+    """The layer of an EAGLE head, with the parts before and after it."""
 
     def __init__(self, model: PreTrainedModel, path: str | Path):
         output = projection_of(model)
         self._vocabulary, self._width = output.weight.shape
         self.device, self._dtype = output.weight.device, output.weight.dtype
         file = Checkpoint.load(path, self.device, self._dtype)
-        settings = file.config | file.config.get("transformer_layer_config", {})  # speculators has the layer's in there
+        settings = file.config | file.config.get("transformer_layer_config", {})  # the layer's, in speculators' files
         for name in UNKNOWN_SETTINGS:
             if _eagle_setting(settings, name):
-                raise ValueError(f"{file.folder}/config.json asks for {name}, which is not computed here")
+                raise ValueError(f"{file.folder}/config.json asks for {name}, which lookahead does not support")
         config = LlamaConfig(**{name: settings[name] for name in LAYER_SETTINGS if settings.get(name) is not None})
         self._hidden, self._epsilon = config.hidden_size, config.rms_norm_eps
         self._rotary = LlamaRotaryEmbedding(config).to(self.device)
@@ -144,7 +144,7 @@ class _Head:
             self._norm_last = file.read("norm.weight", self._hidden)
             self._goes_on_normed = bool(_eagle_setting(settings, "norm_before_residual"))
             self.tokens = self._read_vocabulary(file)
-        fits = self._hidden == self._width  # so that the model's own may serve
+        fits = self._hidden == self._width  # whether the head can use the model's own embedding
         self._embed: Callable[[torch.Tensor], torch.Tensor] = model.get_input_embeddings()
         if "embed_tokens.weight" in file or not fits:
             embedding = file.read("embed_tokens.weight", None, self._hidden)
@@ -193,7 +193,7 @@ class _Head:
         return Text(_KeysAndValues(nothing, nothing))
 
     def features(self, hidden_states: dict[int, torch.Tensor], rows: Any) -> torch.Tensor:
-        """What pairs take of these rows of the model's layers, [n, hidden]."""
+        """The features of these rows, from the model's layers, [n, hidden]."""
         states = torch.cat([hidden_states[i][rows].to(self.device, self._dtype) for i in self.layers], -1)
         return self._fuse(states) if self._is_third else states
 
@@ -201,10 +201,10 @@ class _Head:
         self, text: Text, start: int, tokens: list[int], features: torch.Tensor, positions: torch.Tensor,
         sees: torch.Tensor, depths: list[int],
     ) -> torch.Tensor:  # fmt: skip
-        """Compute pairs into the places of the cache from ``start`` on, and return the next features, [n, hidden].
+        """Compute pairs, write them to the cache from place ``start`` on, and return the next features, [n, hidden].
 
-        sees: bool [n, start + n], which places of the cache each pair sees. depths: of the tokens below the root, 0 in
-        the text: an EAGLE head computes all of them alike.
+        sees: bool [n, start + n], the places of the cache that each pair sees. depths: the tokens' distances from the
+        root, 0 in the text; an EAGLE head ignores them.
         """
         said = self._embed(torch.tensor(tokens, device=self.device)).to(self._dtype)
         if self._is_third:
@@ -236,46 +236,46 @@ class _Head:
 
 
 def _eagle_setting(settings: dict[str, Any], name: str) -> Any:
-    """A setting that stands in config.json itself or under eagle_config."""
+    """A setting in config.json itself, or in its eagle_config."""
     return settings.get(name, (settings.get("eagle_config") or {}).get(name))
 
 
 def _layers_read(settings: dict[str, Any], count: int) -> tuple[int, ...]:
     """The layers whose outputs an EAGLE-3 head reads, in a model of ``count``; 0 is the embedding, 1 the first layer.
 
-    By default, what enters layers 2, n // 2 and n - 3 of n, counted from 0. A list at the top of config.json counts in
-    the same way (vLLM, speculators); one under eagle_config names layers by their outputs, counted from 0 (SpecForge).
+    By default, these are the inputs of layers 2, n // 2 and n - 3 of n, counted from 0. A list at the top of
+    config.json counts in the same way (vLLM, speculators). A list in eagle_config counts outputs from 0 (SpecForge).
     """
     name = "eagle_aux_hidden_state_layer_ids"
     nested = (settings.get("eagle_config") or {}).get(name)
     layers = settings.get(name) or [layer + 1 for layer in nested or []] or [2, count // 2, count - 3]
     if sorted(set(layers)) != list(layers) or layers[0] < 0 or layers[-1] > count:
         raise ValueError(
-            f"an EAGLE-3 head that reads layers {layers} does not fit a model of {count} layers: give the layers that "
-            f"it was trained with as {name} in its config.json"
+            f"an EAGLE-3 head that reads layers {layers} does not fit a model of {count} layers: give the layers from "
+            f"its training as {name} in its config.json"
         )
     return tuple(layers)
 
 
 class _PassTime:
-    """Seconds of a pass over guesses, as the last ones took."""
+    """Seconds of a recent pass over guesses."""
 
     seconds = 0.0
 
 
 class EagleSource(GuessSource):
-    """Proposes a tree that an EAGLE head grows best-first, as a draft model's does (EAGLE-2, section 4.1)."""
+    """Proposes a tree that an EAGLE head grows best-first, as a draft model does (EAGLE-2, section 4.1)."""
 
     def __init__(self, model: PreTrainedModel, path: str | Path):
-        """model: the one that the head was trained for, on its device and in its dtype, which the head takes over.
+        """model: the one that the head was trained for. The head uses its device and dtype.
 
-        path: a folder with config.json and the tensors. Where it has no embedding or projection, the model's serve.
+        path: a folder with config.json and the tensors. A missing embedding or projection is the model's.
         Raises FileNotFoundError or ValueError if the files are not those of such a head, naming the tensor.
         """
         self._draft_with(_Head(model, path))
 
     def _draft_with(self, head: Any) -> None:
-        """head: a `_Head`, or what has its methods."""
+        """head: a `_Head`, or an object with the same methods."""
         self.head = head
         self.needs = Needs(hidden_states=head.layers)
         self.pass_time = _PassTime()
@@ -289,8 +289,8 @@ class EagleSource(GuessSource):
 class EagleGuesser(Guesser):
     """An EAGLE head in one call.
 
-    Each text has its own cache. Written tokens are computed from the model's features; guesses from the head's, after
-    them in the same cache, where the next step overwrites them.
+    Each text has its own cache. Emitted tokens are computed from the model's features. Guesses are computed from the
+    head's features and follow them in the same cache, where the next step overwrites them.
     """
 
     def __init__(self, source: EagleSource, batch: Batch):
@@ -306,12 +306,12 @@ class EagleGuesser(Guesser):
         with torch.inference_mode():
             features = self._head.features(hidden_states, slice(None))
             first = len(text) - len(features)
-            if first < -1:  # embeddings: only the last is followed by a token
+            if first < -1:  # a prompt of embeddings: only the last is followed by a token
                 features, first = features[-1:], -1
             if len(features) > 1:
                 one.waiting.append((first, features[:-1]))
                 self._catch_up(one, text)
-            one.waiting.append((len(text) - 1, features[-1:].clone()))  # not the whole prompt's
+            one.waiting.append((len(text) - 1, features[-1:].clone()))  # a clone, to free the rest of the prompt's
         for b in sequences:
             self._texts[b] = one.fork()
 
@@ -337,7 +337,7 @@ class EagleGuesser(Guesser):
             ]
 
     def _after(self, one: Text, text: list[int], depth: int, limits: Limits, draws: np.ndarray | None) -> GuessTree:
-        """Grow the tree of one text, as long as passes pay."""
+        """Grow the tree of one text, while passes pay."""
         if depth <= 0 or one.known() != len(text) - 1:  # after a pause, the last token's feature is not known
             self._drafts.append(None)
             return GuessTree.empty()
@@ -356,7 +356,7 @@ class EagleGuesser(Guesser):
                 draft.add(guess)
             step, new = draft.step(draft.computed), slice(draft.computed, None)
             sees = torch.from_numpy(step.ancestors[new, 1:]).to(self._head.device)
-            sees = functional.pad(sees, (one.length, 0), value=True)  # the root is the last of the committed places
+            sees = functional.pad(sees, (one.length, 0), value=True)  # the committed places, the root's last
             positions = torch.from_numpy(step.depths[new]).to(self._head.device) + len(text) - 2
             place, above = one.length + draft.computed - 1, features[step.parents[new]]
             depths = step.depths[new].tolist()

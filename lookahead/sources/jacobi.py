@@ -7,9 +7,9 @@ from ngram_pool import GuessTree, Origin
 
 
 class JacobiSource(GuessSource):
-    """Guesses, for a block of positions, the tokens that the model chose there in the last step.
+    """Guesses a block of tokens: those that the model chose for these positions in the last step.
 
-    Each step verifies the block as a chain. Its outputs after the accepted part are the next step's guesses
+    Each step verifies the block as a chain. The model's choices after the accepted part are the next step's guesses
     (Santilli et al. 2023, arXiv 2305.10427, algorithm 1).
     """
 
@@ -25,7 +25,7 @@ class JacobiSource(GuessSource):
 
 
 class JacobiBlocks(Guesser):
-    """A block of each sequence of a call."""
+    """A block for each sequence of a call."""
 
     def __init__(self, size: int, texts: list[list[int]]):
         self._size = size

@@ -1,9 +1,9 @@
 """Guesses from some of the model's own layers, on the model's own cache: no weights, no training.
 
 A pass without some layers costs less and predicts nearly the same (Zhang et al. 2024, "Draft & Verify", arXiv
-2309.08168, section 3; Xia et al. 2025, "SWIFT", arXiv 2410.06916). The remaining layers read the keys and values that
-passes of the full model have computed for committed tokens, and append those of their guesses. The verifying pass
-computes all layers, so these rows are dropped before it.
+2309.08168, section 3; Xia et al. 2025, "SWIFT", arXiv 2410.06916). The remaining layers use the keys and values that
+passes of the full model have cached, and append those of their guesses. The verifying pass computes all layers for the
+guesses, so their rows are dropped before it.
 """
 
 import copy
@@ -49,23 +49,23 @@ from lookahead.extending import (
 from lookahead.sources.draft import DraftGuesser, DraftModelSource
 from ngram_pool import GuessTree, Origin
 
-CHUNK = 8  # rows that are compared behind each beginning of a sample
-PROMPT, SAMPLE = 256, 64  # tokens of a prompt and of what the model writes after it, at most
-LONGEST_CHAIN = 12  # guesses of the longest chain whose yield is computed
-PATIENCE = 3  # layers dropped in a row without a gain before the search ends
+CHUNK = 8  # rows of a chunk of a sample
+PROMPT, SAMPLE = 256, 64  # most tokens of a prompt, and of the model's text after it
+LONGEST_CHAIN = 12  # most guesses of a chain whose yield is computed
+PATIENCE = 3  # layers dropped in a row without a gain that end the search
 
 
 class LayerSkipSource(DraftModelSource):
-    """Proposes the likely tokens of the model without some of its layers. It drafts only for that model.
+    """Proposes the likely tokens of the decoding model without some of its layers.
 
-    The layers must form one list, and each must hold the keys and values of all positions.
+    The layers must form one list, and each must cache the keys and values of all positions.
     """
 
     def __init__(self, model: PreTrainedModel, skipped: Sequence[int] | None = None):
-        """model: the one that is wrapped. skipped: indices of layers; default: those that `lookahead tune` has found.
+        """model: the wrapped one. skipped: indices of layers; by default, those found by `lookahead tune`.
 
-        Raises UnsupportedModelError for a model whose layers cannot be skipped, with the reason. Raises ValueError if
-        ``skipped`` does not name some of the layers, or is left out and none were found yet.
+        Raises UnsupportedModelError, with the reason, if the model's layers cannot be skipped. Raises ValueError if
+        ``skipped`` names no layers, all, or unknown ones, or if it is left out and none were found yet.
         """
         if hasattr(model, "get_base_model"):  # of PEFT, which `wrap` unpacks too
             model = model.get_base_model()  # type: ignore[operator]  # a method
@@ -94,7 +94,7 @@ class LayerSkipSource(DraftModelSource):
     @contextmanager
     def running(self) -> Iterator[EagerRunner]:
         engine = vars(self.base).get("lookahead")
-        # The whole model's kernels are in place already, or are not wanted. Its weights are not copied once more.
+        # Its layers share the whole model's kernels and packed weights.
         config = replace(engine.config if engine is not None else LookaheadConfig(), pack_weights=False)
         runner = choose_runner(self.model, config)[0]
         if not runner.adapter.can_grow:
@@ -119,15 +119,15 @@ class LayerSkipGuesser(DraftGuesser):
     def attach(self, model: PreTrainedModel, cache: AnyCache) -> None:
         if model is not self._source.base:
             raise ValueError(
-                f"this LayerSkipSource drafts for another {type(self._source.base).__name__} than the "
-                f"{type(model).__name__} that decodes: make it of the model that is wrapped"
+                f"this LayerSkipSource was made for another {type(self._source.base).__name__} than the "
+                f"{type(model).__name__} that decodes: make it for the wrapped model"
             )
         if cache.can_rewind:
             self._of_call = cache
         else:
             warnings.warn(
-                f"LayerSkipSource proposes nothing: its passes cannot append to a {type(cache).__name__}, which CUDA "
-                "graphs use. Leave out cuda_graphs or this source.",
+                f"LayerSkipSource proposes nothing: its passes cannot append to the {type(cache).__name__} of CUDA "
+                "graphs. Leave out cuda_graphs or this source.",
                 stacklevel=2,
             )
 
@@ -153,7 +153,7 @@ class LayerSkipGuesser(DraftGuesser):
 
 def _unsupported(model: PreTrainedModel, reason: str) -> UnsupportedModelError:
     return UnsupportedModelError(
-        f"{type(model).__name__} cannot draft with a part of its layers: {reason}. Give it another source of guesses."
+        f"{type(model).__name__} cannot draft with a part of its layers: {reason}. Use another source of guesses."
     )
 
 
@@ -165,7 +165,7 @@ def _layer_list(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     count = model.config.get_text_config(decoder=True).num_hidden_layers
     found: dict[str, nn.ModuleList] = {}
     for name, module in model.named_modules():
-        is_inside = any(name.startswith(f"{outer}.") for outer in found)  # such as the experts of a layer
+        is_inside = any(name.startswith(f"{outer}.") for outer in found)  # e.g. the experts of a layer
         if isinstance(module, nn.ModuleList) and len(module) == count and not is_inside:
             found[name] = module
     if len(found) != 1:
@@ -174,11 +174,11 @@ def _layer_list(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
 
 
 def _without(model: PreTrainedModel, skipped: tuple[int, ...]) -> PreTrainedModel:
-    """Return a model that shares everything with ``model`` except these layers. It is cached while ``model`` is
+    """Return a model that shares everything with ``model`` except these layers. It is kept while ``model`` is
     unchanged.
 
-    The remaining layers are numbered from 0, for a cache that has no others.
-    Raises UnsupportedModelError if a module that must be copied is bound to itself.
+    The remaining layers are numbered from 0, as in a cache of their own.
+    Raises UnsupportedModelError if the forward of a module that must be copied was replaced.
     """
     made_of = attention_implementation(model.config), model.training, *map(id, model.modules())
     kept, key = state_of(model).kept, ("layer skip", skipped)  # it goes when the model changes or is unwrapped
@@ -220,7 +220,7 @@ def _numbered(model: PreTrainedModel, module: nn.Module, number: int) -> nn.Modu
 
 
 def _copied(model: PreTrainedModel, module: nn.Module, children: dict[str, nn.Module]) -> nn.Module:
-    if "forward" in vars(module):  # bound to the module itself, so it would run in the place of the copy
+    if "forward" in vars(module):  # it is bound to the original, and would compute that instead of the copy
         raise _unsupported(model, f"the forward of its {type(module).__name__} was replaced, as accelerate does")
     return copy_of_module(module, children)
 
@@ -234,13 +234,13 @@ class SkippedLayers:
 
     skipped: tuple[int, ...]
     agreement: float
-    """The share of tokens at which the remaining layers predict the model's token."""
+    """The share of tokens that the remaining layers predict as the model does."""
     gain: float
-    """Tokens per second that are expected of single chains of their guesses, over those of steps without guesses."""
+    """Expected tokens per second with single chains of their guesses, divided by those of steps without guesses."""
 
     def __str__(self) -> str:
         layers = ", ".join(map(str, self.skipped)) or "none"
-        return f"layers to skip: {layers}; without them {self.agreement:.0%} of the next tokens are the model's"
+        return f"layers to skip: {layers}; without them, {self.agreement:.0%} of the next tokens are the model's"
 
     def save(self, model: PreTrainedModel) -> Path:
         """Write them for `LayerSkipSource`, next to the step costs. Returns the file. Raises OSError."""
@@ -256,8 +256,8 @@ def kept_layers(model: PreTrainedModel) -> SkippedLayers:
         return SkippedLayers(tuple(map(int, data["skipped"])), float(data["agreement"]), float(data["gain"]))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"no layers are known that {type(model).__name__} drafts well without: find them by `lookahead tune "
-            f"--layer-skip --model {model.name_or_path or 'NAME_OR_PATH'}`, or give skipped=(...)"
+            f"no layers to skip are known for {type(model).__name__}: find them by `lookahead tune --layer-skip "
+            f"--model {model.name_or_path or 'NAME_OR_PATH'}`, or give skipped=(...)"
         ) from error
 
 
@@ -273,14 +273,14 @@ def find_skipped_layers(
 ) -> SkippedLayers:
     """Find the layers to skip by greedy search, in about ``seconds``.
 
-    The layer is dropped whose loss leaves the most agreement, then the next one, until the expected tokens per second
-    no longer grow. (Draft & Verify, section 3.3, and SWIFT, section 4.2, search by Bayesian optimisation; the measure
-    is SWIFT's, with the committed keys and values of the whole model.) Agreement hardly ever grows as layers go, so a
-    layer is not tried again if its loss once left less agreement than the loss of another leaves now.
+    Each round drops the layer without which agreement is highest, until the expected tokens per second no longer grow.
+    (Draft & Verify, section 3.3, and SWIFT, section 4.2, search by Bayesian optimisation. The measure is SWIFT's, with
+    the cached keys and values of the whole model.) Agreement hardly ever grows when layers are dropped. So a round does
+    not try layers whose earlier agreement is below the best of this round.
 
-    runner: of the whole model. prompts: token ids. The model goes on with each of them, and agreement is measured on
-    what it writes. progress: called with the share of the time that has passed.
-    Raises UnsupportedModelError for a model whose layers cannot be skipped, ValueError if it writes next to nothing.
+    runner: of the whole model. prompts: token ids. Agreement is measured on the model's texts after them. progress:
+    called with the share of the time that has passed.
+    Raises UnsupportedModelError for a model whose layers cannot be skipped, ValueError if its texts are too short.
     """
     model, adapter = runner.model, runner.adapter
     count = len(_layer_list(model)[1])
@@ -294,9 +294,9 @@ def find_skipped_layers(
     each = seconds / (8 * count)  # for timing a pass
 
     def measured(skipped: list[int], agreement: float) -> SkippedLayers:
-        # Timed side by side, and both eagerly: the machine's pace may have changed since the costs were measured.
+        # Both are timed now, because the machine may have become faster or slower since the costs were measured.
         rest, full = (time_passes(_runner_without(runner, left_out), [(1, 0)], each) for left_out in (skipped, []))
-        # On a busy machine they may still differ by anything, but no pass saves more than the layers that it skips.
+        # The bounds limit noise: a pass saves no more than the layers that it skips.
         share = min(max(rest[1, 0] / full[1, 0], 1 - len(skipped) / count), 1.0)
         return SkippedLayers(tuple(sorted(skipped)), agreement, _gain(agreement, share, costs))
 
@@ -325,10 +325,10 @@ def find_skipped_layers(
 
 @dataclass
 class _Sample:
-    """A text of the model, cut into chunks. Each chunk is a sequence of a batch, after all earlier chunks."""
+    """A text of the model, cut into chunks. Each chunk is a sequence of a batch, which follows all earlier chunks."""
 
     cache: LookaheadCache
-    """Of the whole model, with what comes before each chunk."""
+    """The whole model's cache of the tokens before each chunk."""
     steps: list[Step]
     """The chunks, as chains of CHUNK rows."""
     said: torch.Tensor
@@ -336,7 +336,7 @@ class _Sample:
 
     @classmethod
     def after(cls, prompt: list[int], runner: EagerRunner) -> "_Sample | None":
-        """Have the model go on with a prompt. None if it writes less than a chunk."""
+        """Let the model continue a prompt. None if the text is shorter than a chunk."""
         model, half = runner.model, context_length(runner.model) // 2
         ids = torch.tensor([prompt[-min(PROMPT, half) :]], device=device_of(model))
         mask, most = torch.ones_like(ids), min(SAMPLE, half)
@@ -358,14 +358,14 @@ class _Sample:
 
 
 def _runner_without(runner: EagerRunner, skipped: list[int]) -> EagerRunner:
-    """Return an eager runner of the model without these layers. All layers must be of one kind."""
+    """Return an eager runner of the model without these layers, which must all be of one kind."""
     model = _make_without(runner.model, tuple(skipped))
     config, kept = model.config.get_text_config(decoder=True), len(runner.adapter.layers) - len(skipped)
     return EagerRunner(model, replace(runner.adapter, config=config, layers=runner.adapter.layers[:kept]))
 
 
 def _agreement(runner: EagerRunner, samples: list[_Sample], skipped: list[int]) -> float:
-    """Return the share of rows after which the rest of the layers says what the model says.
+    """Return the share of rows for which the remaining layers predict the model's token.
 
     runner: of the model without the skipped layers.
     """
@@ -378,9 +378,9 @@ def _agreement(runner: EagerRunner, samples: list[_Sample], skipped: list[int]) 
 
 
 def _gain(agreement: float, share: float, costs: StepCosts) -> float:
-    """Return the expected tokens per second with chains of the best length, over those of steps without guesses.
+    """Return `SkippedLayers.gain`, for chains of the best length.
 
-    share: the time of a draft pass over that of the whole model's, over one row.
+    share: the time of a draft pass over one row, divided by that of the whole model's.
     """
     lengths, one = np.arange(1, LONGEST_CHAIN + 1), costs(1, 0)
     tokens = 1 + np.cumsum(agreement**lengths)

@@ -36,7 +36,7 @@ class _Head:
 def _layers(
     checkpoint: Checkpoint, name: str, hidden: int, least: int = 0
 ) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
-    """Read a head's layers, weight and bias. name: theirs, with {} for the number. least: how many must be there."""
+    """Read a head's layers, weight and bias. name: with {} for a layer's number. least: required number of layers."""
     found: list[tuple[torch.Tensor, torch.Tensor | None]] = []
     while (each := name.format(len(found))) + ".weight" in checkpoint or len(found) < least:
         bias = checkpoint.find(each + ".bias", hidden)
@@ -47,12 +47,12 @@ def _layers(
 class MedusaSource(GuessSource):
     """Proposes the most likely combinations of the heads' predictions, as if they were independent.
 
-    Head k predicts the token k + 2 places after a hidden state of the model's last layer, counted from k = 0; the model
-    itself has already predicted the one before. A step that writes several tokens runs the heads only once.
+    From the last layer's hidden state at a token, head k = 0, 1, ... predicts the token k + 2 places later; the model
+    itself predicts the next one. A step that emits several tokens runs the heads only once.
     """
 
     def __init__(self, model: PreTrainedModel, path: str | Path):
-        """model: the one that the heads were trained for, on its device and in its dtype, which the heads take over.
+        """model: the one that the heads were trained for. The heads use its device and dtype.
 
         path: a folder with config.json and medusa_lm_head.safetensors or .pt (original), or model.safetensors (vLLM).
         Raises FileNotFoundError or ValueError if the files are not those of such heads, naming the tensor.
@@ -61,7 +61,7 @@ class MedusaSource(GuessSource):
         vocabulary, hidden = head.weight.shape
         checkpoint = Checkpoint.load(path, head.weight.device, head.weight.dtype)
         layers = depth_of(model)
-        self.needs = Needs(hidden_states=(layers,))  # the last layer's output behind the final norm
+        self.needs = Needs(hidden_states=(layers,))  # the last layer's output after the final norm
         for prefix in ("medusa_heads.", "medusa_head."):
             checkpoint.tensors = {name.removeprefix(prefix): each for name, each in checkpoint.tensors.items()}
         self.tokens: np.ndarray | None = None
@@ -80,7 +80,7 @@ class MedusaSource(GuessSource):
 
     @staticmethod
     def _original(checkpoint: Checkpoint, vocabulary: int, hidden: int) -> list[_Head]:
-        """0.0.linear.weight, 0.0.linear.bias, ..., 0.1.weight: head, then its layers, then the projection."""
+        """0.0.linear.weight, 0.0.linear.bias, ..., 0.1.weight: for each head, its layers, then its projection."""
         heads: list[_Head] = []
         while f"{len(heads)}.0.linear.weight" in checkpoint or f"{len(heads)}.0.weight" in checkpoint or not heads:
             h = len(heads)
@@ -131,12 +131,12 @@ class MedusaGuesser(Guesser):
 
     def __init__(self, heads: MedusaSource, batch: Batch):
         self._heads, self._batch = heads, batch
-        # For each sequence, the hidden state at its last computed token, and how many tokens end with it.
+        # For each sequence, the hidden state of its last computed token, and the number of tokens up to it.
         self._states: list[tuple[torch.Tensor, int] | None] = [None] * len(batch.texts)
 
     def observe_prompt(self, text: list[int], logits: torch.Tensor, hidden_states: dict[int, torch.Tensor]) -> None:
         for b in self._batch.sequences_of(text):
-            self._states[b] = self._last(hidden_states)[-1].clone(), len(text)  # not the whole prompt's
+            self._states[b] = self._last(hidden_states)[-1].clone(), len(text)  # a clone, to free the prompt's
 
     def observe(self, outcome: Outcome) -> None:
         states = self._last(outcome.hidden_states)
@@ -171,12 +171,12 @@ class MedusaGuesser(Guesser):
 
 
 def product_tree(tokens: np.ndarray, chances: np.ndarray, guesses: int, min_probability: float) -> GuessTree:
-    """The most likely branches if the token at each depth does not depend on those before it.
+    """The most likely branches, if tokens at different depths are independent.
 
-    tokens, chances: [depths, k], the most likely of each depth first.
+    tokens, chances: [depths, k], most likely first.
     """
     found: list[tuple[int, int, int, float]] = []  # token, parent, source, chance
-    order = count()  # so that of equal chances the earlier comes first
+    order = count()  # among equal chances, the earlier comes first
     waiting: list[tuple[float, int, int, int, int, float]] = []  # -chance, order, depth, rank, parent, parent's chance
 
     def add(depth: int, rank: int, parent: int, above: float) -> None:

@@ -7,8 +7,8 @@ after that state's:
     S[0] of token j  =  layer 0 (the model's last state of token j - 1, token j)
     S[d] of token j  =  layer d (S[d - 1] of token j - 1, token j)
 
-The state S[m] of a guess at depth m below the root predicts its successor. Deeper guesses use the last layer with its
-own states, as an EAGLE head does with its own features.
+The state S[m] of a guess at depth m below the root predicts its successor. Deeper guesses use the last layer and its
+own states, as an EAGLE head uses its own features.
 """
 
 from dataclasses import dataclass
@@ -27,11 +27,11 @@ class _Kept:
     """The cache of the layers for one text, and after it for guesses."""
 
     cache: LookaheadCache
-    """A layer of it for each of ours."""
+    """With one layer for each multi-token-prediction layer."""
     positions: torch.Tensor
     """Int64 [places]"""
     last: torch.Tensor | None = None
-    """[layers, hidden]: their states of the last token of the text; None before the first."""
+    """[layers, hidden]: the layers' states of the text's last token; None before the first."""
 
     def fork(self) -> "_Kept":
         """An independent copy."""
@@ -49,24 +49,25 @@ class _Layers:
             self._model = mtp_model(model, path)
         except (RuntimeError, ValueError, OSError, AttributeError, TypeError) as error:
             raise ValueError(
-                f"{path} holds no multi-token-prediction layers that fit {type(model).__name__}: {error}"
+                f"{path} has no multi-token-prediction layers that fit {type(model).__name__}: {error}"
             ) from error
         config = self._model.config
         kinds = getattr(config, "layer_types", None) or ["full_attention"] * len(self._model.layers)
         if unknown := set(kinds) - {"full_attention", "sliding_attention"}:
-            raise ValueError(f"multi-token-prediction layers of {', '.join(sorted(unknown))} are not computed here")
+            kinds = ", ".join(sorted(unknown))
+            raise ValueError(f"lookahead does not support multi-token-prediction layers of {kinds}")
         self._kinds, self._window = kinds, getattr(config, "sliding_window", None) or 0
         self.layers = (depth_of(model),)
         try:
             self._try()
         except Exception as error:  # layers may raise anything if they need more inputs
             raise ValueError(
-                f"multi-token-prediction layers of {type(model).__name__} are not computed here: {error!r}"
+                f"lookahead does not support the multi-token-prediction layers of {type(model).__name__}: {error!r}"
             ) from error
 
     @torch.inference_mode()
     def _try(self) -> None:
-        """Compute two tokens of a text, and a guess."""
+        """Compute two tokens of a text, and a guess, to see whether the layers need other inputs."""
         text, positions = self.new_text(), torch.arange(1, 4, device=self.device)
         sees = torch.ones(3, 3, dtype=torch.bool, device=self.device).tril()
         features = torch.zeros(2, self._model.config.hidden_size, dtype=self._model.dtype, device=self.device)
@@ -85,11 +86,11 @@ class _Layers:
         self, text: Text, start: int, tokens: list[int], features: torch.Tensor, positions: torch.Tensor,
         sees: torch.Tensor, depths: list[int],
     ) -> torch.Tensor:  # fmt: skip
-        """Compute tokens into the places of the cache from ``start`` on, and return their S.
+        """Compute tokens, write them to the cache from place ``start`` on, and return their S.
 
-        features: of the tokens before: of those of the text, the model's last states, [n, hidden]; of guesses, the S of
-        their parents. sees: bool [n, start + n], which places each token sees. depths: of the tokens below the root, 0
-        in the text.
+        features: for tokens of the text, the model's last states of the tokens before, [n, hidden]; for guesses, the S
+        of their parents. sees: bool [n, start + n], the places that each token sees. depths: the tokens' distances from
+        the root, 0 in the text.
         """
         cached, count = text.cached, len(self._model.layers)
         cached.cache.rewind(start)
@@ -98,7 +99,7 @@ class _Layers:
         made: list[torch.Tensor] = []
         for d in range(count):
             if features.ndim == 3:
-                # For guesses deeper than the number of layers, the last one continues with its own states.
+                # For guesses deeper than the number of layers, the last layer continues with its own states.
                 deep = torch.tensor(depths, device=self.device) >= count
                 entering = features[:, max(d - 1, 0)]
                 if d == count - 1:
@@ -127,9 +128,9 @@ class MtpSource(EagleSource):
     """Proposes a tree that a checkpoint's multi-token-prediction layers grow best-first, as `EagleSource` does."""
 
     def __init__(self, model: PreTrainedModel, path: str | Path | None = None):
-        """model: on its device and in its dtype, which the layers take over.
+        """model: the layers use its device and dtype.
 
-        path: folder or name of the checkpoint; by default, where the model was loaded from.
-        Raises ValueError if the checkpoint has no such layers, naming the tensors, or some that are not computed here.
+        path: folder or name of the checkpoint; by default, the one that the model was loaded from.
+        Raises ValueError if the checkpoint has no such layers, naming the tensors, or unsupported ones.
         """
         self._draft_with(_Layers(model, str(path or model.name_or_path)))

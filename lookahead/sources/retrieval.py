@@ -1,7 +1,7 @@
 """Guesses from a collection of texts: finds the longest suffix of the text that occurs in the collection.
 
-A suffix array finds all its places at once, and the continuations form a tree (REST, He et al. 2023, arXiv 2311.08252,
-section 3). The n-gram pool can learn the same texts in fixed memory; this source forgets nothing.
+A suffix array finds all its places at once, and the continuations there form a tree (REST, He et al. 2023, arXiv
+2311.08252, section 3). The n-gram pool can learn the same texts in fixed memory, but this source forgets nothing.
 """
 
 from bisect import bisect_left, bisect_right
@@ -15,9 +15,9 @@ from lookahead.extending import GuessSource, Limits
 from ngram_pool import GuessTree
 
 LONGEST = 16  # most tokens of a suffix to look up; a power of two
-MAX_PLACES = 64  # of a suffix; continuations at other places are ignored
+MAX_PLACES = 64  # most places of a suffix that are used
 END = -1  # after each text
-KIND, SIZE = ">u4", 4  # of a token
+KIND, SIZE = ">u4", 4  # dtype and bytes of a token
 
 
 class RetrievalSource(GuessSource):
@@ -34,16 +34,16 @@ class RetrievalSource(GuessSource):
         parts = [np.append(np.asarray(text, np.int64), END) for text in texts]
         tokens = np.concatenate([*parts, np.empty(0, np.int64)])
         if not (tokens >= 0).any() or (tokens < END).any() or tokens.max() >= 2**31:
-            raise ValueError("a collection needs one token at least, and ids in 0..2**31-1")
+            raise ValueError("a collection needs at least one token, and ids in 0..2**31-1")
         if int((tokens == END).sum()) != len(parts):
-            raise ValueError(f"id {END} is no token: give ids in 0..2**31-1")
+            raise ValueError(f"id {END} is not a token: give ids in 0..2**31-1")
         self._order = _sorted_suffixes(tokens)
         self._bytes = _bytes_of(tokens)
         self._numbers = np.frombuffer(self._bytes, KIND)
 
     @classmethod
     def of_files(cls, paths: Iterable[str | Path], tokenizer: PreTrainedTokenizerBase) -> "RetrievalSource":
-        """Read text files, UTF-8 with or without a byte order mark, each a text of the collection."""
+        """Make a collection of text files, UTF-8 with or without a byte order mark."""
         texts = (Path(path).read_text(encoding="utf-8-sig") for path in paths)
         return cls(tokenizer(text, add_special_tokens=False).input_ids for text in texts)
 
@@ -74,16 +74,16 @@ class RetrievalSource(GuessSource):
         chances: list[float] = []
         for (parent, _), count in zip(nodes, counts, strict=True):
             above, places = (chances[parent], counts[parent]) if parent >= 0 else (1 - 0.5**length, len(chosen))
-            chances.append(above * count / (places + 1))  # as if something else had followed once more
+            chances.append(above * count / (places + 1))  # + 1: as if another token had followed once more
         return GuessTree.of([token for _, token in nodes], [parent for parent, _ in nodes], probabilities=chances)
 
     def _longest_match(self, suffix: list[int]) -> tuple[int, int, int]:
-        """Return the range of ``order`` for the longest known end of ``suffix``, and the length of that end."""
+        """Return the range of ``order`` for the longest suffix that occurs, and the length of that suffix."""
         known = _bytes_of(np.array(suffix, np.int64))
-        places = self._order.data  # a memory view: of Python's own numbers
+        places = self._order.data  # a memory view, which gives Python's own numbers
         first, found = 0, b""
         shortest, longest = 1, len(suffix)
-        while shortest <= longest:  # where a part occurs, so does each shorter one
+        while shortest <= longest:  # binary search: if a suffix occurs, so does each shorter one
             length = (shortest + longest) // 2
             part = known[-SIZE * length :]
             start = bisect_left(places, part, key=self._beginning(len(part)))
@@ -101,7 +101,8 @@ class RetrievalSource(GuessSource):
 
 
 def _bytes_of(tokens: np.ndarray) -> bytes:
-    """Each token plus 1, and 0 for END, so that bytes come in the order of the tokens: Python compares many at once."""
+    """Encode each token as its id plus 1, END as 0, big-endian. So byte strings, which Python compares fast, sort like
+    tokens."""
     return (tokens + 1).astype(KIND).tobytes()
 
 

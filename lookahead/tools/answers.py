@@ -1,4 +1,4 @@
-"""A file of answers that grows line by line, and of which nothing is lost or doubled when its writer is killed."""
+"""A file of answers that grows line by line. If its writer is killed, no answer is lost or written twice."""
 
 import json
 import os
@@ -19,9 +19,9 @@ except ImportError:  # Windows
 
 
 def beginning(line: int, fingerprint: str) -> bytes:
-    """Return how the answer to a line of prompts begins in the file.
+    """Return the bytes with which the answer to a line of prompts begins.
 
-    fingerprint: of all that the answer depends on.
+    fingerprint: identifies everything that the answer depends on.
     """
     return json.dumps({"line": line, "fingerprint": fingerprint}).encode()[:-1]  # without the brace
 
@@ -55,10 +55,10 @@ class Answers:
 def answers(path: Path, beginnings: Sequence[bytes]) -> Iterator[Answers]:
     """Open a file of answers, new or begun by a process that has ended.
 
-    A last line that was not written to its end is removed. No other process can open the file as well.
-    beginnings: of the answers to all prompts, as `beginning` returns them.
+    An incomplete last line is removed. Meanwhile, no other process can open the file.
+    beginnings: for each prompt, what `beginning` returns.
 
-    Raises ClickException, and leaves the file as it is, if it holds anything but answers that begin like this.
+    Raises ClickException, and leaves the file unchanged, if a line is not an answer to the prompt of its number.
     """
     with writing(path):
         # Unbuffered, so that each line is written at once.
@@ -75,16 +75,16 @@ def answers(path: Path, beginnings: Sequence[bytes]) -> Iterator[Answers]:
                 _check(path, lines, torn, beginnings)
                 file.truncate(len(held) - len(torn))
             if torn:
-                click.echo(f"note: the last line of {path} was torn; it is written anew", err=True)
+                click.echo(f"note: the last line of {path} was incomplete; it is written anew", err=True)
         yield kept
 
 
 def _check(path: Path, lines: list[bytes], torn: bytes, beginnings: Sequence[bytes]) -> None:
-    """Raise ClickException unless the lines, and what there is of a torn one, are answers to the first prompts."""
+    """Raise ClickException unless the lines, and the beginning of an incomplete one, answer the first prompts."""
     for number, (line, known) in enumerate(zip([*lines, torn], beginnings, strict=False), 1):
         if not (line.startswith(known) if number <= len(lines) else known.startswith(line[: len(known)])):
             raise click.ClickException(
-                f"{path}, line {number} is no answer to this prompt by these settings: the prompts, the model, its "
+                f"{path}, line {number} does not answer this prompt with these settings: the prompts, the model, its "
                 "dtype, the length, the sampling or the seed have changed, or the file is of another kind. Name "
                 "another --out, or remove the file"
             )

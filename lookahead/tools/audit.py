@@ -109,12 +109,12 @@ class Tally:
     vocabulary."""
     divergences: list[Divergence] = field(default_factory=list)
     by_guesses: int = 0
-    """Of lookahead: texts that would be others without guesses."""
+    """For lookahead: number of texts that guesses changed."""
     passes: str = ""
-    """Of lookahead: the code that computes them, as `report()` names it."""
+    """For lookahead: the code that computed its passes, as `report()` names it."""
 
     def count(self, logits: torch.Tensor, exact: torch.Tensor, divergence: Divergence | None = None) -> None:
-        """Add a prompt. logits: [tokens, vocabulary] of its text. exact: the reference's, for plain decoding's text."""
+        """Add a text. logits: [tokens, vocabulary], the text's. exact: the reference's, for plain decoding's text."""
         decided = len(exact) if divergence is None else min(divergence.position + 1, len(exact), len(logits))
         self.prompts += 1
         self.tokens += decided
@@ -154,13 +154,13 @@ def audit(
     """Decode each prompt plainly and by lookahead, and judge each divergence of the texts. Lookahead decodes it twice,
     with guesses and without.
 
-    prompts: int64 [1, n] each, on the model's device. They are decoded greedily, and with a temperature also sampled,
-    prompt k from seed k. Greedy decoding also audits transformers' prompt lookup, plain decoding of a batch and, if
-    given, an assistant model. One pool serves all prompts. Meanwhile the checkpoint's generation settings (penalties,
-    top-k, ...) are set aside, because the audit is about logits.
+    prompts: int64 [1, n] each, on the model's device. They are decoded greedily; with a temperature above 0, they are
+    also sampled, prompt k from seed k. Greedy decoding also audits transformers' prompt lookup, plain decoding of a
+    batch and, if given, an assistant model. All prompts share one pool. The checkpoint's generation settings
+    (penalties, top-k, ...) are ignored, because the audit is about logits.
 
-    A model in half precision is copied to float32 as the reference. This takes three times the model's memory, and a
-    few times that of a text's logits, float32 [max_new_tokens, vocabulary].
+    A model in half precision is copied to float32 as the reference. Together they take three times the model's memory,
+    and a few times that of a text's logits, float32 [max_new_tokens, vocabulary].
 
     Returns a tally for each way, plain decoding first. Raises ValueError if the model is wrapped, UnsupportedModelError
     if lookahead cannot decode it.
@@ -218,7 +218,7 @@ def _wrapped(model: PreTrainedModel, config: LookaheadConfig, pool: NgramPool | 
 
 @contextmanager
 def _bare_settings(model: PreTrainedModel) -> Iterator[None]:
-    """Set the checkpoint's generation settings aside, except the special tokens."""
+    """In this block, ignore the checkpoint's generation settings, except the special tokens."""
     own = model.generation_config
     first = own.eos_token_id[0] if isinstance(own.eos_token_id, list) else own.eos_token_id
     padding = first if own.pad_token_id is None else own.pad_token_id
@@ -256,11 +256,11 @@ def _judge(
 ) -> Divergence:
     """Judge a divergence at new token ``index``.
 
-    number: the prompt's, and the seed. tokens: plain decoding's and the other's. exact: logits [n, vocabulary] of the
-    reference. passes: those of plain passes in ``dtype``, generate()'s first.
+    number: the prompt's, which is also the seed. tokens: plain decoding's and the other way's. exact: logits
+    [n, vocabulary] of the reference. passes: logits of plain passes in ``dtype``, generate()'s first.
     """
     plain, other = tokens
-    if plain is None or other is None:  # one text stopped after a common prefix, which no margin could explain
+    if plain is None or other is None:  # one text ended earlier, so there are no two logits to compare
         return Divergence(number, index, plain, other, margin=math.inf, margin_in_dtype=math.inf, noise=0.0)
 
     def margin(row: torch.Tensor) -> float:

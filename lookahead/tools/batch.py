@@ -1,4 +1,4 @@
-"""``lookahead generate --prompts``: continue the prompts of a file, in batches, and go on where it was interrupted."""
+"""``lookahead generate --prompts``: continue the prompts of a file in batches, and resume after an interrupt."""
 
 import json
 import sys
@@ -33,7 +33,7 @@ from lookahead.wrapping import own_loop
 from ngram_pool import NgramPool
 
 SAVE_EVERY = 60.0  # seconds between two saves of the pool
-# With other values, a text depends on the padding before its prompt. Then a batch holds prompts of one length alone.
+# With other values, a text depends on the padding before its prompt. Then all prompts of a batch have one length.
 READ_PADDING = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "min_length": 0}
 
 
@@ -73,7 +73,7 @@ def generate(
                 _decode_all(texts, tasks, kept, save)
             except KeyboardInterrupt:
                 click.echo(
-                    f"\ninterrupted: {kept.count} of {len(tasks)} texts are in {out}; the same command goes on there",
+                    f"\ninterrupted: {kept.count} of {len(tasks)} texts are in {out}; the same command continues there",
                     err=True,
                 )
                 sys.exit(130)
@@ -108,7 +108,7 @@ class Texts:
         self.tokens, self.seconds = 0, 0.0
 
     def next_batch(self, tasks: list[Task]) -> list[Task]:
-        """Return the first of ``tasks`` that are best decoded together."""
+        """Return as many of the first ``tasks`` as are best decoded together."""
         context = context_length(self.model)
         first, *others = tasks[: self._size(tasks)]
         batch = [first]
@@ -134,7 +134,7 @@ class Texts:
         return best_size(self._costs, engine.stats, length, min(self._most, len(tasks)))
 
     def halve(self, batch: list[Task]) -> None:
-        """Make no batch that is larger than half of this one, which had no room in memory."""
+        """From now on, make batches at most half as large as this one, which did not fit into memory."""
         self._most = max(len(batch) // 2, 1)
 
     def decode(self, batch: list[Task]) -> list[dict]:
@@ -145,7 +145,7 @@ class Texts:
         paddings = [width - len(task.ids) for task in batch]
         ids = torch.tensor([[0] * padding + task.ids for padding, task in zip(paddings, batch, strict=True)])
         mask = (torch.arange(width) >= torch.tensor(paddings)[:, None]).long()
-        torch.manual_seed(batch[0].seed)  # where the model's own loop decodes a single text
+        torch.manual_seed(batch[0].seed)  # used if the model's own loop decodes a single text
         output = self.model.generate(  # type: ignore[operator]  # a method
             ids.to(self.model.device), attention_mask=mask.to(self.model.device), max_new_tokens=room,
             **self._loop([task.seed for task in batch]), **self._options,
@@ -168,7 +168,7 @@ class Texts:
         return {**task.line.id, "text": text, "tokens": len(ids), "finish_reason": "length" if is_cut else "stop"}
 
     def rate(self) -> str:
-        """How fast the texts come, in words."""
+        """Tokens per second and per step, as text."""
         if not self.tokens:
             return ""
         stats = self._engine.stats if self._engine else Stats()
@@ -205,9 +205,9 @@ def _decode_all(texts: Texts, tasks: list[Task], kept: Answers, save: Callable[[
 
 @contextmanager
 def _saved(pool: NgramPool | None, path: Path | None) -> Iterator[Callable[[], None]]:
-    """Save the pool at the end, also after an error or an interrupt. Yields a function that saves it now and then.
+    """Save the pool at the end, also after an error or an interrupt. Yields a function that saves it if a save is due.
 
-    path: None: save nothing.
+    path: None saves nothing.
     """
     saved = time.monotonic()
 
@@ -243,7 +243,7 @@ def _tasks(
                 except Exception as error:  # templates raise any error
                     raise click.ClickException(
                         f"{where}: the tokenizer's chat template cannot render these messages: {error}. Give a text as "
-                        "prompt, or a --model that was made for chats"
+                        "prompt, or a chat model as --model"
                     ) from error
             if not ids:
                 raise click.ClickException(f"{where}: the prompt is empty: give at least one token of text")
@@ -258,5 +258,5 @@ def _tasks(
 
 
 def _fingerprint(task: Task, settings: dict) -> str:
-    """Return a fingerprint of all that a text depends on."""
+    """Return a fingerprint of everything that a text depends on."""
     return xxhash.xxh3_64_hexdigest(json.dumps([task.ids, task.seed, settings], sort_keys=True, default=str).encode())

@@ -1,7 +1,7 @@
-"""What a model says after each single token, so that a new pool is not empty.
+"""The top next tokens after each single token, so that a new pool is not empty.
 
-Every token of the vocabulary passes once through the model, behind a few tokens that begin a text. The most likely next
-tokens are ordinary evidence of a pool: what decoding observes soon outweighs it (weight-derived bigrams, arXiv
+The model computes every token of the vocabulary once, after a few tokens that begin a text. A pool learns the most
+likely next tokens as ordinary evidence, which the observations of decoding soon outweigh (weight-derived bigrams, arXiv
 2411.03786).
 """
 
@@ -17,7 +17,7 @@ from lookahead.passes.runner import EagerRunner
 from lookahead.step import lay_out
 from ngram_pool import GuessTree, NgramPool, Origin
 
-ROWS = 63  # tokens of a pass; with the root, the most rows that the kernels for a CPU serve
+ROWS = 63  # tokens of a pass; with the root, as many rows as the kernels for a CPU can compute
 
 
 def learn_bigrams(
@@ -26,10 +26,10 @@ def learn_bigrams(
     temperature: float,
     progress: Callable[[float], None] = lambda done: None,
 ) -> NgramPool:
-    """Return a pool that knows what a model says after each token of its vocabulary.
+    """Return a pool that has learned the model's top next tokens after each token of its vocabulary.
 
-    beginning: at least one token to stand before each. A line break says the least about what follows.
-    temperature: of the probabilities that are learned. progress: called with the share done, 0 to 1.
+    beginning: at least one token, put before each. A line break affects the next token least.
+    temperature: that of the learned probabilities. progress: called with the share done, 0 to 1.
     Raises UnsupportedModelError if the model cannot verify trees.
     """
     model = runner.model

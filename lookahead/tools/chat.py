@@ -34,14 +34,14 @@ COMMANDS = """\
 /trace FILE   writes a page that replays the last answer step by step; without FILE, trace.html
 /help         lists these commands
 /exit         leaves, as Ctrl-D does
-Ctrl-C        stops an answer and keeps what was written of it"""
+Ctrl-C        stops an answer and keeps the part already written"""
 
 # For models that only continue text, such as the packaged one: each message has its own lines.
 PLAIN_TEMPLATE = (
     "{% for message in messages %}{{ message.content }}"
     "{% if not message.content.endswith('\\n') %}{{ '\\n' }}{% endif %}{% endfor %}"
 )
-PLAIN_STOP = "\n\n\n"  # two blank lines, which in Python end a definition
+PLAIN_STOP = "\n\n\n"  # two blank lines, which end a definition in Python
 
 
 class TurnRefusedError(ValueError):
@@ -147,12 +147,12 @@ class Conversation:
 
 @dataclass
 class Throughput:
-    """How fast the answers of a conversation came, without their first tokens and so without the time of the turns."""
+    """How fast the answers of a conversation came. Times begin at their first tokens, so prefills do not count."""
 
     tokens: int = 0
     seconds: float = 0.0
     span: Span = field(default_factory=Span)
-    """Of all answers, from the beginning of their turns."""
+    """All answers together, each from the beginning of its turn."""
 
     def add(self, record: Recorder, span: Span) -> None:
         """Add an answer."""
@@ -169,11 +169,11 @@ def converse(
     plain: PlainDecoding | None,
     **options: Any,
 ) -> None:
-    """Answer each line of standard input. Ctrl-C stops an answer and keeps what was written of it.
+    """Answer each line of standard input. Ctrl-C stops an answer and keeps the part already written.
 
     make_streamer: returns the streamer that writes an answer.
-    stats: the conversation's, which grow with it; None if the model decodes plainly.
-    plain: what /stats compares with.
+    stats: the conversation's, updated by each answer; None if the model decodes plainly.
+    plain: what /stats compares with; None: nothing.
     options: arguments of `Conversation.answer`.
     """
     if sys.stdin.isatty():
@@ -214,7 +214,7 @@ def _check_text(content: str) -> None:
 
 
 def _instruct(conversation: Conversation, content: str) -> str:
-    """Return what to say about it."""
+    """Set the system's message, and return what the user is told."""
     try:
         conversation.instruct(content)
     except TurnRefusedError as error:
@@ -226,7 +226,7 @@ def in_plain_words(stats: Stats | None, held: int, context: int) -> str:
     """Return the text of /stats.
 
     stats: the conversation's; None if the model decodes plainly.
-    held, context: tokens in use, and tokens that the model has room for.
+    held, context: tokens in use, and the model's context length.
     """
     if stats is None:
         lines = ["plain decoding: each pass through the model writes one token (a word or a part of one)"]
@@ -243,7 +243,7 @@ def in_plain_words(stats: Stats | None, held: int, context: int) -> str:
 
 
 def _compared(throughput: Throughput, plain: PlainDecoding) -> str:
-    """Return how fast the answers came beside plain decoding, which may be measured now."""
+    """Compare the speed of the answers with plain decoding's, which is measured first if necessary."""
     ours, rate = throughput.tokens / throughput.seconds, plain.rate()
     ratio = times_plain(ours, throughput.span, rate)
     if why_no_ratio(throughput.span, rate.span):
@@ -252,7 +252,7 @@ def _compared(throughput: Throughput, plain: PlainDecoding) -> str:
 
 
 def _save_trace(record: Recorder | None, conversation: Conversation, path: Path) -> str:
-    """Write the page of an answer; return what the user is told. record: of the answer; None: there is none."""
+    """Write the trace of an answer, and return what the user is told. record: None: there is no answer."""
     if record is None:
         return "no answer to show yet: /trace shows the last one"
     if record.stats is None:
@@ -267,7 +267,7 @@ def _save_trace(record: Recorder | None, conversation: Conversation, path: Path)
 def _answer(
     conversation: Conversation, line: str, streamer: StepStreamer, throughput: Throughput, options: dict
 ) -> Recorder | None:
-    """Answer a line; return the record of the answer, None if there is none. throughput: grows by the answer's."""
+    """Answer a line, and add the answer to ``throughput``. Returns its record; None if there was no answer."""
     stop, record, span = StopWhenAsked(), Recorder(streamer), watch(conversation.model.device)
     try:
         with closing(streamer), _interrupted_by_ctrl_c(stop):
@@ -308,7 +308,7 @@ def _interrupted_by_ctrl_c(stop: StopWhenAsked) -> Iterator[None]:
 def _lines() -> Iterator[str]:
     """Yield the lines of standard input without line ends. A terminal shows a prompt and allows editing."""
     if not sys.stdin.isatty():
-        # Let other bytes than UTF-8 through, so that only the turn that has them is refused.
+        # Bytes that are not UTF-8 become surrogates, so that only the turn that has them is refused.
         sys.stdin.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]  # a TextIOWrapper
         for number, line in enumerate(sys.stdin):
             yield line.removeprefix("\ufeff" if number == 0 else "").rstrip("\n")  # as files.TEXT reads

@@ -29,13 +29,13 @@ class Program(click.Group):
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-            if getattr(sys, name) is None:  # closed: otherwise the next file to be opened would take its number
+            if getattr(sys, name) is None:  # closed; the next file that is opened would get its number
                 setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
-        # As for standard error: file names may hold bytes that are not UTF-8.
+        # As standard error does: file names may hold bytes that are not UTF-8.
         sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # a TextIOWrapper
         try:
             return super().main(*args, **kwargs)
-        except OSError as error:  # of a standard stream: commands handle the errors of files
+        except OSError as error:  # of a standard stream, because commands handle the errors of files
             message = f"{error.filename or 'standard input or output'}: {error.strerror or error}"
         with suppress(OSError):
             click.echo(f"Error: {message}", err=True)
@@ -94,7 +94,7 @@ def _options(*options: Decorator) -> Decorator:
 
 def _not_empty(_context: click.Context, _option: click.Parameter, given: str | None) -> str | None:
     if given == "":
-        raise click.BadParameter("it is empty, which every request would give: leave it out, or give a key")
+        raise click.BadParameter("the key is empty, so every request would match: leave it out, or give a key")
     return given
 
 
@@ -156,9 +156,9 @@ prompt_options = _options(
         "--chat",
         "as_chat",
         is_flag=True,
-        help="Put the prompt to the model as a user does, in its chat template. Default: continue it.",
+        help="Send the prompt as a user's message, in the model's chat template. Default: continue it as text.",
     ),
-    click.option("--system", metavar="TEXT", help="Instructions to the model, in its chat template. Implies --chat."),
+    click.option("--system", metavar="TEXT", help="System message: instructions to the model. Implies --chat."),
 )
 length_option = click.option("--max-new-tokens", type=click.IntRange(min=1), default=128, show_default=True)
 template_option = click.option("--chat-template", "template_file", type=click.File(encoding="utf-8"), metavar="FILE",
@@ -173,7 +173,7 @@ template_option = click.option("--chat-template", "template_file", type=click.Fi
     "pool_path",
     type=click.Path(dir_okay=False),
     metavar="FILE",
-    help="Start from a saved pool. With --prompts, the pool is saved there in the end; the file may be new.",
+    help="Start from a saved pool. With --prompts, the pool is saved there at the end; the file may be new.",
 )
 @length_option
 @click.option(
@@ -181,10 +181,10 @@ template_option = click.option("--chat-template", "template_file", type=click.Fi
     "prompts_file",
     type=FILE,
     metavar="FILE.jsonl",
-    help='Continue many prompts, in batches: on each line {"prompt": "..."} or {"messages": [...]}.',
+    help='Continue many prompts in batches. Each line is {"prompt": "..."} or {"messages": [...]}.',
 )
 @click.option("--out", type=FileToWrite(), metavar="FILE.jsonl",
-              help="File of the texts for --prompts. If it has been begun, the rest is added.")  # fmt: skip
+              help="File for the texts of --prompts. If it holds some already, the rest is added.")  # fmt: skip
 @click.option("--stream/--no-stream", default=True, show_default=True, help="Write tokens as they are accepted.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
 @click.option("--stats", "show_stats", is_flag=True, help="Print steps, acceptance and times to stderr.")
@@ -192,7 +192,7 @@ template_option = click.option("--chat-template", "template_file", type=click.Fi
 def generate(prompts_file: str | None, out: Path | None, **options: Any) -> None:
     """Continue PROMPT (or - for standard input) by lookahead decoding. With --prompts and --out, continue many prompts.
 
-    What is interrupted, or killed, goes on where it stopped when the same command is given again.
+    If the command is interrupted or killed, give it again: it continues where it stopped.
     """
     if prompts_file is None and out is None:
         _run("commands", "generate", options)
@@ -227,7 +227,7 @@ def trace(**options: Any) -> None:
 @main.command()
 @decoding_options
 @pool_option
-@click.option("--max-new-tokens", type=click.IntRange(min=1), default=512, show_default=True, help="Of an answer.")
+@click.option("--max-new-tokens", type=click.IntRange(min=1), default=512, show_default=True, help="For each answer.")
 @template_option
 def chat(**options: Any) -> None:
     """Talk with a model. Each line of standard input is a turn; the history stays in the model's cache."""
@@ -238,20 +238,20 @@ def chat(**options: Any) -> None:
 @decoding_options
 @pool_option
 @template_option
-@click.option("--host", default="localhost", show_default=True, help="Address to listen at.")
+@click.option("--host", default="localhost", show_default=True, help="Address to listen on.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0: any free port.")
 @click.option("--cache-mb", type=click.IntRange(min=0), default=1024, show_default=True,
-              help="Memory for earlier conversations, which are then not read again; 0: none.")  # fmt: skip
+              help="Memory for KV caches of earlier conversations, which are then not computed again.")  # fmt: skip
 @click.option("--parallel", type=click.IntRange(1, 256), default=8, show_default=True,
-              help="Most requests that are decoded at once. They share passes.")  # fmt: skip
-@click.option("--name", help="What requests call the model; by default, what stands behind --model.")
+              help="Most requests decoded at once. They share passes.")  # fmt: skip
+@click.option("--name", help="Name of the model in requests; the value of --model by default.")
 @click.option("--api-key", metavar="KEY", envvar="LOOKAHEAD_API_KEY", show_envvar=True, callback=_not_empty,
-              help="What each request must give as its key.")  # fmt: skip
+              help="Key that each request must give.")  # fmt: skip
 @click.option(
     "--cors",
     multiple=True,
     metavar="ORIGIN",
-    help="Origin whose pages may send requests, such as http://localhost:3000; * for all. May be repeated.",
+    help="Origin whose pages may send requests, such as http://localhost:3000; * allows all. May be repeated.",
 )
 @click.option(
     "--max-body",
@@ -262,7 +262,7 @@ def chat(**options: Any) -> None:
 def serve(host: str, port: int, **options: Any) -> None:
     """Serve a model to clients of OpenAI's and Anthropic's APIs. All requests share one pool.
 
-    Options of sampling hold for requests that leave them open. Needs the extra `serve`.
+    Sampling options are the defaults of requests. Needs the extra `serve`.
     """
     _run("server", "serve", {"host": host, "sockets": listen(host, port), **options})
 
@@ -279,7 +279,7 @@ def serve(host: str, port: int, **options: Any) -> None:
 @click.option("--assistant", metavar="NAME_OR_PATH", help="Draft model: also audit transformers' assisted decoding.")
 @click.option("--json", "out", type=FileToWrite(), metavar="FILE", help="Write all measurements.")
 def audit(**options: Any) -> None:
-    """List where lookahead's texts part from plain decoding's. The list says whether rounding explains it.
+    """List where lookahead's texts differ from plain decoding's. The list says whether rounding explains it.
 
     The exit status is 1 if a difference is not a near tie; see docs/numerics.md.
     """
@@ -293,24 +293,24 @@ def audit(**options: Any) -> None:
     default="256,2048,8192",
     show_default=True,
     metavar="N,N,...",
-    help="Positions in the cache before a pass; lengths that the model has no room for are left out.",
+    help="Positions in the cache before a pass. Lengths beyond the model's context are left out.",
 )
 @click.option("--seconds", type=Finite(1, 3600), default=30.0, show_default=True, help="Time to measure.")
-@click.option("--threads", type=click.IntRange(1, os.cpu_count()), help="CPU threads; torch's default if not given.")
+@click.option("--threads", type=click.IntRange(1, os.cpu_count()), help="CPU threads; torch's number by default.")
 @pass_options
 @click.option("--picture", type=FileToWrite(), metavar="PNG", help="Also draw the times.")
 @click.option("--layer-skip", is_flag=True,
-              help="Also find the layers without which the model drafts best, for as long again.")  # fmt: skip
+              help="Also find which layers to skip for drafts (LayerSkipSource). Takes as long again.")  # fmt: skip
 @click.option("--bigrams", is_flag=True,
-              help="Also learn what the model says after each single token, for the pools of later wraps.")  # fmt: skip
+              help="Also learn the top next tokens after each token, for the pools of later wraps.")  # fmt: skip
 def tune(**options: Any) -> None:
-    """Measure what steps cost on this machine. The costs are kept for decoding with this model, and shown."""
+    """Measure what steps cost on this machine. Later decoding with this model uses these costs."""
     _run("commands", "tune", options)
 
 
 @main.group()
 def pool() -> None:
-    """Build, merge and show pools of n-grams. They learn from code, past answers, and what replicas have learned."""
+    """Build, merge and show pools of n-grams. They learn from code, past answers and other pools."""
 
 
 pool_files = click.argument("files", nargs=-1, required=True, type=FILE)
@@ -338,7 +338,7 @@ def build(**options: Any) -> None:
 @pool_files
 @pool_out
 @click.option("--since", "since_path", type=FILE, metavar="FILE",
-              help="The pool that all FILES started from: add only what they have learned since.")  # fmt: skip
+              help="The pool that all FILES started from; only what they learned since is added.")  # fmt: skip
 def merge(**options: Any) -> None:
     """Merge the pools FILES into one, which has the size of the first.
 

@@ -75,7 +75,7 @@ def generate(
         if compare and engine:
             _prepare(engine, model)
         if streaming:
-            compared = None if compare else _plain(model, tokenizer, engine)  # or else there would be two ratios
+            compared = None if compare else _plain(model, tokenizer, engine)  # otherwise two ratios would be shown
             with closing(_streamers(StepStreamer, model, tokenizer, engine, compared)()) as streamer:
                 ours = decode(streamer)
         else:
@@ -104,7 +104,7 @@ def generate(
         if plain:
             click.echo(_comparison(strategy, ours, plain, stats))
     if (saved := seconds_saved()) >= 1:
-        click.echo(f"the next run starts {saved:.0f} s sooner: what this one has built and measured is kept", err=True)
+        click.echo(f"the next run starts {saved:.0f} s sooner: it reuses what this one has measured", err=True)
 
 
 def trace(seed: int, strategy: str, compare: bool, out: Path, **shared: Any) -> None:
@@ -143,8 +143,8 @@ def chat(template_file: TextIO | None, seed: int, model_name: str | None, **shar
     elif tokenizer.chat_template is None:
         if model_name is not None:
             raise click.UsageError(
-                f"the tokenizer of {model_name!r} has no chat template: give --chat-template FILE, or a --model that "
-                "was made for chats"
+                f"the tokenizer of {model_name!r} has no chat template: give --chat-template FILE, or a chat model as "
+                "--model"
             )
         click.echo("note: the packaged model only continues Python code, up to two blank lines; give it some", err=True)
         tokenizer.chat_template = PLAIN_TEMPLATE
@@ -152,7 +152,7 @@ def chat(template_file: TextIO | None, seed: int, model_name: str | None, **shar
     which = template_file.name if template_file else f"of {model_name!r}"
     with explained(f"the chat template {which} cannot render a message", Exception):  # templates raise any error
         if not render(tokenizer, [{"role": "user", "content": "Hello"}])["input_ids"].numel():
-            raise ValueError("it renders nothing")
+            raise ValueError("its result is empty")
 
     with decoding():
         plain = _plain(model, tokenizer, engine)
@@ -199,7 +199,7 @@ def audit(
     click.echo(
         f"\n{parted} of lookahead's texts part from plain decoding's"
         + (", each at a near tie" if parted else "")
-        + f"\n{sum(tally.by_guesses for tally in ours)} of lookahead's texts would be others without guesses (passes: "
+        + f"\n{sum(tally.by_guesses for tally in ours)} of lookahead's texts were changed by guesses (passes: "
         f"{ours[0].passes})"
     )
 
@@ -233,7 +233,7 @@ def tune(
     fitting = [length for length in lengths if length + max(RUNGS) <= context_length(model)]
     if not fitting:
         raise click.BadParameter(
-            f"{contexts!r} leaves no room for a step within the model's {context_length(model)} positions",
+            f"none of {contexts!r} leaves room for a step within the model's {context_length(model)} positions",
             param_hint="--contexts",
         )
     with decoding():
@@ -258,7 +258,7 @@ def tune(
     )
     click.echo(times.table())
     if why:
-        click.echo(f"{why}; decoding goes by these times, so measure them again when it is quiet", err=True)
+        click.echo(f"{why}; decoding relies on these times, so measure them again when it is quiet", err=True)
     click.echo(f"kept for decoding: {costs.path}")
     if layer_skip:
         click.echo(found)
@@ -290,8 +290,8 @@ def _load_for_a_prompt(
         if tokenizer.chat_template is None:
             name = repr(shared["model_name"]) if shared["model_name"] else "the packaged model"
             raise click.UsageError(
-                f"the tokenizer of {name} has no chat template: leave --chat and --system out, and the prompt is "
-                "continued; or give a --model that was made for chats"
+                f"the tokenizer of {name} has no chat template: leave out --chat and --system to continue the prompt, "
+                "or give a chat model as --model"
             )
         messages = [{"role": "user", "content": text}]
         if system is not None:
@@ -300,9 +300,7 @@ def _load_for_a_prompt(
             inputs = BatchEncoding(inputs_of(tokenizer, messages, model.device))
     else:
         if tokenizer.chat_template is not None:
-            click.echo(
-                "note: the prompt is continued as raw text; --chat puts it to the model as a user does", err=True
-            )
+            click.echo("note: the prompt is continued as raw text; --chat sends it as a user's message", err=True)
         inputs = BatchEncoding(inputs_of(tokenizer, text, model.device))
     options["max_new_tokens"] = _fitting(options["max_new_tokens"], inputs.input_ids.shape[1], model)
     return text, inputs, model, tokenizer, engine, options
@@ -315,7 +313,7 @@ def _unwrap(model: PreTrainedModel, options: dict) -> None:
 
 
 def _prepare(engine: Lookahead, model: PreTrainedModel) -> None:
-    """Prepare the engine, so that the times of a comparison do not contain that."""
+    """Prepare the engine before a comparison, whose times should not include this."""
     start = time.perf_counter()
     engine.prepare(model)
     click.echo(f"prepared in {time.perf_counter() - start:.1f} s, which the times below leave out", err=True)
@@ -330,7 +328,8 @@ def _streamers(
 ) -> Callable[[], StepStreamer]:
     """Return a function that makes streamers of a kind, each for one text.
 
-    engine: None if the model decodes plainly. plain: what a live line compares with, measured now if a line is shown.
+    engine: None if the model decodes plainly. plain: what a live line compares with. If a line is shown, it is
+    measured now.
     """
     step = lambda: engine.last.steps if engine else 0  # noqa: E731
     if not can_show_live_line():
@@ -347,7 +346,7 @@ def _plain(
 
 
 def _fitting(max_new_tokens: int, length: int, model: PreTrainedModel) -> int:
-    """Return ``max_new_tokens``, or as many as the model's context has room for after a prompt of this length."""
+    """Return ``max_new_tokens``, limited to what the model's context has room for after a prompt of this length."""
     _check_length(length, model)
     context = context_length(model)
     if length + max_new_tokens <= context:

@@ -1,16 +1,17 @@
 """Contention: whether this process got the processors that it wanted while something was timed.
 
-A machine is quiet if the threads that compute lose no more than MOST_LOST of the time that is measured, and once more
-as much in a span so short that this is less than a TICK, by which clocks and turns are coarse. Otherwise a ratio of two
-rates says little: a thread that waits at a barrier for one without a processor makes plain decoding slower by any
-factor. Two runs lose different amounts.
+The lost time is the time in which computing threads wanted a processor and had none. A machine is quiet if the lost
+time is at most MOST_LOST of the span, plus the same again or a TICK, whichever is less: clocks and time slices are no
+finer than a TICK. Otherwise a ratio of two rates says little. If one thread has no processor, all others wait for it at
+the next barrier, so a run may be slower by any factor, and two runs by different factors.
 
-Linux says for each thread how long it was ready and had no processor, and how long the host ran other machines. There a
-thread that waits actively for another one does not count. Neither does one that hardly runs, such as a timer: it waits
-behind those that compute, and none waits for it. What no thread was ready for (the process was stopped, or its output
-was blocked) is missing from the processor time of the process. Elsewhere, the processor time of the decoding thread
-says it: on a CPU, that thread always computes, or waits actively. On an accelerator it may also sleep, and then nothing
-is known.
+Linux reports for each thread how long it was ready and had no processor, and how long the host ran other machines. A
+thread that waits actively for another one has a processor. A thread that hardly runs, such as a timer, does not count:
+no other thread waits for it. If the process was stopped, or its output was blocked, no thread was ready. That time is
+missing from the processor time of the process.
+
+Other systems report only the processor time of the decoding thread. On a CPU, this thread always computes or waits
+actively, so the rest of the span is lost. With an accelerator it may also sleep, so the lost time is unknown.
 """
 
 import os
@@ -23,8 +24,8 @@ from typing import NamedTuple
 import torch
 
 MOST_LOST = 0.1  # share of a span
-TICK = 0.01  # seconds: the step of /proc/stat, and as long as a thread runs before another one's turn
-HARDLY = 0.1  # a thread that has run for less, as a share of the busiest thread's time, does not compute
+TICK = 0.01  # seconds: the resolution of /proc/stat, and about a time slice
+HARDLY = 0.1  # share of the busiest thread's processor time; a thread that ran for less does not count
 BUSY = "the machine is busy, so no ratio"
 THREADS = "/proc/self/task"
 STOLEN = 8  # the column of /proc/stat: ticks in which the host gave the processors to others
@@ -36,7 +37,7 @@ class Span:
 
     seconds: float = 0.0
     lost: float | None = 0.0
-    """Seconds for which its threads, all together, wanted a processor and had none. None: nothing says so here."""
+    """Seconds in which its threads wanted a processor and had none, added up. None: unknown on this system."""
 
     @property
     def most_lost(self) -> float:
@@ -59,28 +60,28 @@ class _Thread(NamedTuple):
 class _Clocks(NamedTuple):
     wall: float
     process: float
-    """Seconds of processor time, of all threads."""
+    """Seconds of processor time of all threads."""
     thread: float
-    """The same, of this thread."""
+    """Seconds of processor time of this thread."""
     of_each: dict[str, _Thread] | None
-    """None: this system does not say."""
+    """None: unknown on this system."""
     stolen: float
 
 
 def watch(device: torch.device) -> Callable[[], Span]:
-    """Begin a span; returns a function that returns the span until now. Call it in the thread that decodes.
+    """Begin a span, and return a function that returns the span until now. Call both in the thread that decodes.
 
-    device: on which the model computes.
+    device: the model's.
     """
     start, on_cpu = _read(), device.type == "cpu"
     return lambda: _between(start, _read(), on_cpu)
 
 
 def why_no_ratio(*spans: Span) -> str:
-    """Return why no ratio may be shown of what was measured in these spans; "" if the machine was quiet in all."""
+    """Return why rates measured in these spans must not be compared; "" if the machine was quiet in all of them."""
     for span in spans:
         if span.lost is None:
-            return "whether the machine is busy is not known here, so no ratio"
+            return "this system does not tell whether it is busy, so no ratio"
         if span.lost > span.most_lost:
             return f"{BUSY}: in {span.seconds:.2f} s, threads waited {span.lost:.2f} s for a processor"
     return ""
@@ -107,7 +108,7 @@ def _read() -> _Clocks:
 
 
 def _threads() -> dict[str, _Thread] | None:
-    """See `_Clocks.of_each`. Where the kernel does not count, there is no such file, or it holds zeros."""
+    """Return `_Clocks.of_each`. If the kernel does not count these times, there is no such file, or it holds zeros."""
     found = {}
     for name in os.listdir(THREADS) if os.path.isdir(THREADS) else ():
         with suppress(OSError), open(f"{THREADS}/{name}/schedstat", "rb") as file:  # a thread may end meanwhile

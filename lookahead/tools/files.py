@@ -1,4 +1,4 @@
-"""Files that the user names: errors of reading and writing become messages that name the file."""
+"""Files given by the user: errors of reading and writing become messages that name the file."""
 
 import os
 import tempfile
@@ -9,7 +9,7 @@ from typing import TextIO
 
 import click
 
-TEXT = "utf-8-sig"  # UTF-8; the byte order mark with which editors on Windows begin a file is no part of the text
+TEXT = "utf-8-sig"  # UTF-8, with or without the byte order mark that editors on Windows write
 
 
 @contextmanager
@@ -25,7 +25,7 @@ def reading(path: str | Path) -> Iterator[None]:
 
 @contextmanager
 def explained(words: str, *errors: type[Exception]) -> Iterator[None]:
-    """Raise ClickException, which begins with ``words``, for these errors."""
+    """Turn these errors into a ClickException whose message begins with ``words``."""
     try:
         yield
     except errors as error:
@@ -40,15 +40,15 @@ def writing(path: Path) -> AbstractContextManager[None]:
 def read_text(file: TextIO) -> str:
     """Return all of a text file. Raises ClickException, naming the file, if it cannot be read."""
     with reading(file.name):
-        text = file.read().removeprefix("\ufeff")  # of TEXT, for files that others have opened
+        text = file.read().removeprefix("\ufeff")  # the byte order mark, if the file was not opened as TEXT
         text.encode()  # standard input lets other bytes through as surrogates
     return text
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a text file as a whole: whoever reads it finds the old text or the new one. Raises OSError.
+    """Write a text file atomically: readers see the old text or the new one. Raises OSError.
 
-    A new file is readable by its owner alone, as temporary files are.
+    Only its owner can read a new file.
     """
     path = Path(os.path.realpath(path))
     if path.exists() and not path.is_file():  # a device or a pipe cannot be replaced
@@ -62,4 +62,4 @@ def write_whole(path: Path, text: str) -> None:
             os.chmod(beside, path.stat().st_mode & 0o777)
         os.replace(beside, path)
     finally:
-        Path(beside).unlink(missing_ok=True)  # there is none if it was renamed
+        Path(beside).unlink(missing_ok=True)  # missing if it was renamed

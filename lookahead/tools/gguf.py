@@ -1,4 +1,4 @@
-"""Loads GGUF files, with the weights left in their blocks."""
+"""Load GGUF files, and keep the weights in the file's blocks."""
 
 import math
 import mmap
@@ -23,26 +23,26 @@ from lookahead.models.families import UnknownModelError, page_of
 
 _VERSIONS = 2, 3
 _SETTINGS = {"general.alignment": 32, "general.architecture": None}
-"""What the metadata say of the file itself, and what holds if they do not."""
+"""Metadata of the file itself, and their defaults."""
 _KINDS = {kind.value: kind for kind in GGMLQuantizationType}
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-_EXPERTS = "Qwen2MoeExperts", "Qwen3MoeExperts", "MiniMaxM2Experts"  # whose place BlocksExperts can take
+_EXPERTS = "Qwen2MoeExperts", "Qwen3MoeExperts", "MiniMaxM2Experts"  # classes that BlocksExperts can replace
 _MOST_DIMENSIONS = 4  # GGML_MAX_DIMS
-_TEXT, _ARRAY = 8, 9  # types of metadata that have no fixed size
+_TEXT, _ARRAY = 8, 9  # types of metadata without a fixed size
 
 
 def load_gguf(path: str | os.PathLike) -> PreTrainedModel:
-    """Load the model of a GGUF file on the CPU, in float32 and in eval mode, with its weights left in their blocks.
+    """Load the model of a GGUF file on the CPU, in float32 and in eval mode, and keep its weights in the file's blocks.
 
-    The file is mapped, not read, so it must stay as it is while the model is used. Its numbers are those that
-    ``AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32)`` unpacks. Tensors that our
-    kernels cannot read, and those that are more than reordered on their way to the model, are unpacked; experts of
-    Qwen2-MoE, Qwen3-MoE and MiniMax-M2 stay in blocks, too. So is the whole
-    model if blocks would keep its passes from being one call: without our C++, in a family without a page, and where
-    transformers converts a file by rules of its own (Qwen3.5 and LFM2 from 5.24 on).
+    The file is mapped, not read, so it must not change while the model is used. The weights are those that
+    ``AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32)`` unpacks. Matrices stay in
+    blocks, and so do the experts of Qwen2-MoE, Qwen3-MoE and MiniMax-M2. Tensors are unpacked if our kernels cannot
+    read their format, or if transformers does more to them than to reorder rows. The whole model is unpacked if its
+    passes could not be fused with blocks: without our C++, for a family without a page, and for architectures whose
+    files transformers converts in another way (Qwen3.5 and LFM2 from 5.24 on).
 
     Raises ImportError without gguf and accelerate, OSError and ValueError for a file that cannot be read, and
-    RuntimeError for one whose tensors do not fit the settings that it says.
+    RuntimeError for a file whose tensors do not match its metadata.
     """
     path = Path(path)
     file = _File(path)
@@ -55,21 +55,22 @@ def load_gguf(path: str | os.PathLike) -> PreTrainedModel:
 
 
 def _in_blocks(file: "_File", path: Path) -> PreTrainedModel:
-    """The model of a file, with the weights in blocks that can be kept so.
+    """Return the model of a file, with as many weights in blocks as possible.
 
-    Raises UnknownModelError if tensors are missing, or have other shapes than the model: transformers warns of that.
+    Raises UnknownModelError if tensors are missing or have other shapes than the model's. transformers then warns.
     """
     from accelerate import init_empty_weights
 
     config = config_of(str(path))
     try:
         settings = AutoConfig.for_model(**config)
-        if (layers := getattr(settings, "num_hidden_layers", 0)) > len(file.tensors):  # before so many are made
+        # A wrong number could be huge, and making so many layers would take all memory.
+        if (layers := getattr(settings, "num_hidden_layers", 0)) > len(file.tensors):
             raise ValueError(f"it has {len(file.tensors)} tensors for {layers} layers")
         with init_empty_weights():
             model = AutoModelForCausalLM.from_config(settings, dtype=torch.float32)
     except Exception as error:  # its class depends on what is wrong
-        raise ValueError(f"transformers makes no model of the settings in {path}: {error}") from error
+        raise ValueError(f"transformers cannot make a model from the metadata of {path}: {error}") from error
     conversion = Conversion(model, file.architecture, config)
     mapped = torch.from_file(str(path), size=path.stat().st_size, dtype=torch.uint8)
     numbers: dict[str, torch.Tensor] = {}
@@ -94,7 +95,7 @@ def _in_blocks(file: "_File", path: Path) -> PreTrainedModel:
 
 
 def _keep(model: nn.Module, conversion: Conversion, name: str, blocks: torch.Tensor, tensor: "_Tensor") -> bool:
-    """Put a module that keeps these blocks into the place of the one whose weight they are, if that can be."""
+    """Replace the module whose weight this is by one that keeps the blocks. Returns whether that is possible."""
     kind = tensor.kind
     place, _, weight = (conversion.name_of(name) or "").rpartition(".")
     if kind.name not in Format.__members__ or blocks.ndim != 2 or weight != "weight":
@@ -108,7 +109,7 @@ def _keep(model: nn.Module, conversion: Conversion, name: str, blocks: torch.Ten
         return False
     if (order := conversion.order_of_rows(name, len(blocks))) is None:
         return False
-    if (order[1:] < order[:-1]).any():  # else the rows are those of the file, and stay there
+    if (order[1:] < order[:-1]).any():  # otherwise the blocks stay in the mapped file
         blocks = blocks[order]
     kept = nn.Parameter(blocks, requires_grad=False)
     scale = torch.as_tensor(module.embed_scale) if is_scaled else None
@@ -119,7 +120,7 @@ def _keep(model: nn.Module, conversion: Conversion, name: str, blocks: torch.Ten
 
 
 def _keep_experts(model: nn.Module, conversion: Conversion, file: "_File", mapped: torch.Tensor) -> set[str]:
-    """Put modules that keep blocks into the places of experts, where all of a layer can. Return what they hold."""
+    """Replace experts by modules that keep blocks, in layers where all three tensors can. Return the tensors' names."""
     found: dict[str, dict[tuple[str, int, int], str]] = {}
     for name, tensor in file.tensors.items():
         if tensor.kind.name in Format.__members__ and len(tensor.shape) == 3:
@@ -156,26 +157,23 @@ def _keep_experts(model: nn.Module, conversion: Conversion, file: "_File", mappe
 
 class _Tensor(NamedTuple):
     shape: tuple[int, ...]
-    """As torch has it."""
+    """In torch's order."""
     kind: GGMLQuantizationType
     offset: int
-    """From where the first tensor begins."""
+    """In bytes, from the beginning of the first tensor."""
 
 
 def _is_whole(tensor: _Tensor) -> bool:
-    """Whether it has as many dimensions as a tensor may have, numbers in all of them, and whole blocks."""
+    """Whether the shape is one that GGUF allows, without empty dimensions, and its rows are whole blocks."""
     is_tensor = 0 < len(tensor.shape) <= _MOST_DIMENSIONS and all(tensor.shape)
     return is_tensor and tensor.shape[-1] % GGML_QUANT_SIZES[tensor.kind][0] == 0
 
 
 class _File:
-    """What a GGUF file says of its tensors (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md)."""
+    """Metadata and tensors of a GGUF file (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md)."""
 
     def __init__(self, path: Path):
-        """Raises ValueError if it cannot be read.
-
-        Nothing is taken for granted: counts and sizes are compared with what the file holds before they are used.
-        """
+        """Raises ValueError if the file is not valid. Counts and sizes are checked before they are used."""
         self.tensors: dict[str, _Tensor] = {}
         self._at = 0
         metadata: dict[str, Any] = {}
@@ -183,7 +181,7 @@ class _File:
             try:
                 magic, version, tensors, entries = self._next("4sIQQ")
                 if magic != b"GGUF" or version not in _VERSIONS:
-                    raise ValueError(f"{path} is no GGUF file of version 2 or 3")
+                    raise ValueError(f"{path} is not a GGUF file of version 2 or 3")
                 for _ in range(entries):
                     name = self._text()
                     metadata[name] = self._value(*self._next("I"))
@@ -193,11 +191,11 @@ class _File:
                     shape = self._next(f"{dimensions}Q")[::-1]
                     kind, offset = self._next("IQ")
                     if kind not in _KINDS:
-                        raise ValueError(f"{path} has a tensor of type {kind}, which gguf does not know")
+                        raise ValueError(f"{path} has a tensor of type {kind}, which the package gguf does not know")
                     self.tensors[name] = _Tensor(shape, _KINDS[kind], offset)
                 alignment, architecture = (metadata.get(name, default) for name, default in _SETTINGS.items())
                 if not (isinstance(alignment, int) and alignment > 0 and isinstance(architecture, str)):
-                    raise ValueError(f"{path} says the alignment {alignment!r} and the architecture {architecture!r}")
+                    raise ValueError(f"{path} has the alignment {alignment!r} and the architecture {architecture!r}")
                 self._start, self.architecture = -(-self._at // alignment) * alignment, architecture
                 for name, tensor in self.tensors.items():
                     if not _is_whole(tensor):
@@ -205,10 +203,10 @@ class _File:
                     first, shape = self._place(tensor)
                     self._bytes[first + math.prod(shape) - 1]
             except (struct.error, IndexError, KeyError, UnicodeDecodeError, RecursionError) as error:
-                raise ValueError(f"{path} is torn, or no GGUF file") from error
+                raise ValueError(f"{path} is truncated, or not a GGUF file") from error
 
     def blocks(self, mapped: torch.Tensor, tensor: _Tensor) -> torch.Tensor:
-        """The bytes of a tensor, uint8 [..., bytes of a row], in those of the file."""
+        """A view of a tensor's bytes in the mapped file, uint8 [..., bytes of a row]."""
         first, shape = self._place(tensor)
         return mapped[first : first + math.prod(shape)].view(shape)
 
@@ -228,7 +226,7 @@ class _File:
         return self._next(f"{length}s")[0].decode()
 
     def _value(self, kind: int) -> object:
-        """A value of the metadata; None for an array: words are many, and transformers reads them."""
+        """Read a value of the metadata. Arrays are skipped and give None: transformers reads them if it needs them."""
         if kind == _TEXT:
             return self._text()
         if kind != _ARRAY:
@@ -237,7 +235,7 @@ class _File:
         if kind in _NUMBERS:
             self._at += count * struct.calcsize("<" + _NUMBERS[kind])
             if self._at > len(self._bytes):
-                raise IndexError("an array ends behind the file")
+                raise IndexError("an array ends beyond the file")
         else:
             for _ in range(count):
                 self._value(kind)

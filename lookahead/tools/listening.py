@@ -1,4 +1,4 @@
-"""Take a port, which needs neither torch nor transformers: importing these takes seconds, and loading a model more."""
+"""Listen on a port. This module imports neither torch nor transformers, so a busy port is reported at once."""
 
 import errno
 import socket
@@ -7,13 +7,13 @@ from lookahead.tools.files import explained
 
 
 def listen(host: str, port: int) -> list[socket.socket]:
-    """Return listening sockets, one for each address of a host, all at one port. port: 0 is any free one.
+    """Return listening sockets, one for each address of a host, all on one port. port: 0 means any free port.
 
-    Connections wait until they are served. Raises ClickException if the port cannot be had. An address that the machine
-    does not have, such as that of IPv6 in many containers, is left out if there is another.
+    Connections wait until they are served. An address that the machine does not have, such as IPv6 in many containers,
+    is left out if there is another. Raises ClickException if the port is not available.
     """
     sockets: list[socket.socket] = []
-    with explained(f"cannot listen at {host}, port {port}; choose another --port or --host", OSError, UnicodeError):
+    with explained(f"cannot listen on {host}, port {port}; choose another --port or --host", OSError, UnicodeError):
         missing: OSError | None = None
         addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         for family, _, _, _, address in dict.fromkeys(addresses):

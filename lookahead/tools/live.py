@@ -1,4 +1,4 @@
-"""The line below a text that is being written to a terminal: how fast it comes."""
+"""The live line on a terminal: it shows how fast the text above it is written."""
 
 import shutil
 import statistics
@@ -17,11 +17,12 @@ from lookahead.stats import Stats
 from lookahead.tools.contention import Span, watch, why_no_ratio
 from lookahead.wrapping import own_loop
 
-ERASE = "\x1b[J"  # what stands behind and below the cursor
-# Make room below, and come back to the column; keep the place; go to the line below.
+ERASE = "\x1b[J"  # erases from the cursor to the end of the screen
+# BELOW scrolls if needed, saves the cursor and goes to the next line; BACK restores the cursor.
 BELOW, BACK = "\x1bD\x1b[A\x1b7\x1b[B\r", "\x1b8"
-LOOK_EVERY = 0.05  # seconds; a look takes about 0.3 ms
-MOST, LEAST, ENOUGH = 24, 3, 0.3  # tokens that measure plain decoding, and seconds after which fewer are enough
+LOOK_EVERY = 0.05  # seconds; reading the clocks of all threads takes about 0.3 ms
+# Tokens that measure plain decoding: MOST of them, or at least LEAST if these took ENOUGH seconds.
+MOST, LEAST, ENOUGH = 24, 3, 0.3
 
 
 @dataclass(frozen=True)
@@ -30,17 +31,17 @@ class Rate:
 
     per_second: float
     span: Span
-    """In which they came."""
+    """The time in which they came."""
 
 
 class PlainDecoding:
-    """Plain decoding of a model, to compare with: its own generate(), as if it were not wrapped.
+    """The rate of a model's own generate(), as if it were not wrapped.
 
-    It is measured on a few tokens when its rate is first asked for, and again if the machine was busy then.
+    It is measured on a few tokens when it is first needed, and again if the machine was busy then.
     """
 
     def __init__(self, model: PreTrainedModel, token: int):
-        """token: behind which it writes."""
+        """token: the prompt of the measurement."""
         self._model, self._token = model, token
         self._rate: Rate | None = None
 
@@ -51,12 +52,12 @@ class PlainDecoding:
 
 
 def times_plain(ours: float, span: Span, plain: Rate) -> str:
-    """Return how many times the rate of plain decoding ``ours`` is, tokens per second in ``span``; or why not."""
+    """Return ``ours`` (tokens per second in ``span``) as a multiple of the plain rate, or why there is no ratio."""
     return why_no_ratio(plain.span, span) or f"{ours / plain.per_second:.1f} times plain"
 
 
 class Meter:
-    """How fast a text comes, from its first token on, so without the time of the prompt."""
+    """How fast a text comes, from its first token on. So the prefill does not count."""
 
     def __init__(
         self,
@@ -64,12 +65,12 @@ class Meter:
         plain: Rate | None = None,
         device: torch.device = torch.device("cpu"),  # noqa: B008  (it is a constant)
     ):
-        """stats: returns the statistics of the call. plain: to compare with. device: on which the model computes."""
+        """stats: returns the statistics of the call. plain: the rate to compare with. device: the model's."""
         self._stats = stats
         self._plain, self._device = plain, device
         self._tokens = -1
         self._began = self._now = 0.0
-        self._last_span = Span()  # until the last look
+        self._last_span = Span()  # until the clocks were last read
 
     def count(self) -> None:
         """Count a token."""
@@ -95,20 +96,20 @@ class Meter:
 
 
 def fitted(line: str) -> str:
-    """Return as much of ``line`` as fits on one line, dimmed."""
+    """Return ``line``, cut to the width of the terminal and dimmed."""
     return click.style(line[: shutil.get_terminal_size().columns - 1], dim=True)
 
 
 def below(line: str) -> str:
-    """Return what shows ``line`` below the cursor's line, and leaves the cursor where it is."""
+    """Return the characters that show ``line`` below the cursor's line and leave the cursor in place."""
     return BELOW + fitted(line) + BACK
 
 
 class Share(BaseStreamer):
-    """Says how much of a text has been written, to whoever waits for it without seeing it."""
+    """Reports the progress of a text that is not shown."""
 
     def __init__(self, progress: Callable[[float], None], length: int):
-        """progress: called with the share that is done, 0 to 1. length: tokens of the text, as far as is known."""
+        """progress: called with the share done, 0 to 1. length: expected number of tokens."""
         self._progress, self._length = progress, length
         self._seen = -1  # the prompt comes first
 
@@ -121,7 +122,7 @@ class Share(BaseStreamer):
 
 
 class _Clock(StoppingCriteria):
-    """Takes the time of each token, and ends a text when there are enough of them."""
+    """Records the time of each token, and ends the text when there are enough."""
 
     def __init__(self, progress: Callable[[float], None]):
         self.times: list[float] = []
@@ -135,9 +136,9 @@ class _Clock(StoppingCriteria):
 
 
 def measure_plain(model: PreTrainedModel, token: int) -> Rate:
-    """Measure plain decoding on a few tokens behind ``token``, without our kernels.
+    """Measure plain decoding on a few tokens after ``token``, by the model's own code without our kernels.
 
-    model: wrapped or not. It is computed by its own code, as without a wrap.
+    model: wrapped or not.
     """
     ids = torch.tensor([[token]], device=model.device)
     with progress_bar("measuring plain decoding") as progress:

@@ -30,7 +30,7 @@ def load(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a model, in eval mode, and its tokenizer.
 
-    name: folder, GGUF file or hub name; None: the packaged model. On a CPU, in float32, `load_gguf` loads a file.
+    name: folder, GGUF file or hub name; None: the packaged model. `load_gguf` loads GGUF files on a CPU in float32.
     dtype: name of a torch dtype; auto: float32 on the CPU, the checkpoint's dtype elsewhere.
     device: name of a torch device; auto: a GPU if there is one.
     Raises ClickException if they cannot be loaded.
@@ -44,7 +44,7 @@ def load(
             dtype = "float32"
         tokenizer = AutoTokenizer.from_pretrained(place, **file)
         if file and (dtype, torch.device(device).type) == ("float32", "cpu"):
-            from lookahead.tools.gguf import load_gguf  # other models need it not
+            from lookahead.tools.gguf import load_gguf  # not needed for other models
 
             model = load_gguf(Path(place) / file["gguf_file"])
         else:
@@ -75,7 +75,7 @@ def load_pool(path: str, vocabulary: str | None = None) -> NgramPool:
 
 
 def check_pool(pool_path: str | None, strategy: str) -> None:
-    """Raises UsageError if there is a pool, and the strategy does not guess from one."""
+    """Raise UsageError if a pool is given, but the strategy does not use one."""
     if pool_path is not None and strategy != "lookahead":
         raise click.UsageError(f"--pool has no effect with --strategy {strategy}: leave one of them out")
 
@@ -90,10 +90,9 @@ def load_wrapped(
     mtp: bool = False,
     **options: Any,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Lookahead | None, dict]:
-    """Load and wrap a model as the options of a command say; with the strategy "plain", do not wrap it.
+    """Load a model and wrap it with a command's options. The strategy "plain" does not wrap it.
 
-    options: those named like a field of LookaheadConfig configure the wrap; the others are for model.generate(), and
-    None if not given.
+    options: fields of LookaheadConfig, and arguments of model.generate(), None if not given.
     Returns the model, its tokenizer, its `Lookahead` (None: plain) and the arguments for model.generate().
     """
     check_pool(pool_path, strategy)
@@ -120,7 +119,7 @@ def load_wrapped(
         options["assistant_model"], its_tokenizer = load(assistant, dtype, device)
         if vocabulary_fingerprint(its_tokenizer) != vocabulary_fingerprint(tokenizer):
             raise click.UsageError(
-                f"--assistant {assistant!r} has another vocabulary than the model: choose one that shares it"
+                f"--assistant {assistant!r} has another vocabulary than the model: choose one with the same"
             )
     sources = None
     if mtp:
@@ -134,7 +133,7 @@ def load_wrapped(
 
 @contextmanager
 def decoding() -> Iterator[None]:
-    """Raise ClickException for what wrapping and decoding raise; exit with status 130 on an interrupt."""
+    """Turn errors of wrapping and decoding into ClickException; exit with status 130 on an interrupt."""
     try:
         yield
     except UnsupportedModelError as error:
@@ -149,7 +148,7 @@ def decoding() -> Iterator[None]:
 
 @contextmanager
 def _loading(name: str | None, what: str) -> Iterator[tuple[str, dict[str, str]]]:
-    """Yield the folder or hub name of a model, and the arguments that name its file in there, if it is a GGUF file.
+    """Yield the folder or hub name of a model and, for a GGUF file, the arguments that name the file in the folder.
 
     Raises ClickException, naming the model, for any error in the block.
     """
@@ -161,12 +160,12 @@ def _loading(name: str | None, what: str) -> Iterator[tuple[str, dict[str, str]]
         if path.suffix != ".gguf":
             yield place, {}
         elif is_gguf_available() and is_accelerate_available():
-            from lookahead.compat.gguf import metadata_read_once  # other models need it not
+            from lookahead.compat.gguf import metadata_read_once  # not needed for other models
 
             with metadata_read_once():
                 yield str(path.parent), {"gguf_file": path.name}
         else:
-            raise ImportError("transformers reads GGUF files by gguf and accelerate: pip install gguf accelerate")
+            raise ImportError("transformers needs gguf and accelerate for GGUF files: pip install gguf accelerate")
     except Exception as error:  # its class depends on the hub's client, the format and the device
         reason = str(error).strip().split("\n")[0].rstrip(".")
         raise click.ClickException(

@@ -23,7 +23,7 @@ MIN_SOURCE = 10_000  # bytes; smaller source files give no prompts
 def given_prompt(prompt: str | None, prompt_file: TextIO | None) -> str:
     """Return the prompt of the command line: the text, standard input for "-", or the file.
 
-    Raises UsageError unless exactly one is given and it is not empty, ClickException if it cannot be read.
+    Raises UsageError unless exactly one of them is given and not empty, ClickException if it cannot be read.
     """
     if prompt is not None and prompt_file is None:
         text = read_text(sys.stdin) if prompt == "-" else prompt
@@ -50,7 +50,7 @@ def read_prompts(path: Path, limit: int | None) -> list[dict]:
             _check_prompt(prompt)
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise click.ClickException(
-                f"{path}, line {number} is not of Spec-Bench's format (question_id, category, turns): {error!r}"
+                f"{path}, line {number} is not in Spec-Bench's format (question_id, category, turns): {error!r}"
             ) from error
         prompts.append(prompt)
     if not prompts:
@@ -84,7 +84,7 @@ def source_prompts(count: int) -> list[dict]:
     """
     paths = sorted(path for path in STANDARD_LIBRARY.glob("*.py") if path.stat().st_size >= MIN_SOURCE)
     if not paths:
-        raise click.ClickException("this Python has no sources of its standard library to prompt with: give --prompts")
+        raise click.ClickException("this Python lacks its standard library's source files as prompts: give --prompts")
     prompts = []
     for number in range(count):
         path = paths[number * len(paths) // count]
@@ -106,7 +106,7 @@ class PromptLine:
     """A line of a file of prompts."""
 
     number: int
-    """The line's, from 1."""
+    """Number of the line, from 1."""
     content: str | list[dict]
     """A text, or messages for a chat template."""
     id: dict
@@ -114,8 +114,8 @@ class PromptLine:
 
 
 def read_prompt_lines(path: Path) -> list[PromptLine]:
-    """Read a file of prompts. Each line holds an object with a prompt (a text), messages, or turns as in Spec-Bench.
-    Of turns, the first is taken. Empty lines are left out.
+    """Read a file of prompts. Each line holds an object with a prompt (a text), messages, or turns as in Spec-Bench, of
+    which the first is used. Empty lines are skipped.
 
     Raises ClickException, naming the line, if it is anything else.
     """
@@ -141,7 +141,7 @@ def _content(fields: object) -> str | list[dict]:
         raise ValueError("it is not an object")
     given = [name for name in ("prompt", "messages", "turns") if name in fields]
     if len(given) != 1:
-        raise ValueError(f"it has {' and '.join(given) or 'neither prompt nor messages'}, and must have one of them")
+        raise ValueError(f"it has {' and '.join(given) or 'neither prompt nor messages'}; it must have exactly one")
     content = fields[given[0]]
     if given == ["messages"]:
         if not isinstance(content, list) or not content or not all(map(_is_message, content)):

@@ -12,19 +12,19 @@ from lookahead.passes.costs import StepCosts
 from lookahead.stats import Stats
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
-WORTH = 1.05  # a larger batch has to be faster by this factor: whoever interrupts a batch has to decode it anew
-BUDGETS = np.array([0, 1, 2, 4, 8, 16, 32, 64])  # guesses of a sequence, of which the best number is taken
-# Accepted tokens of a step with each of BUDGETS, before anything has been decoded: 1/2 + 1/4 + 1/6 + ...
+WORTH = 1.05  # speed-up that justifies a larger batch, because an interrupted batch has to be decoded again
+BUDGETS = np.array([0, 1, 2, 4, 8, 16, 32, 64])  # numbers of guesses for a sequence to choose from
+# Accepted tokens in a step for each of BUDGETS, assumed before anything was decoded: 1/2 + 1/4 + 1/6 + ...
 EXPECTED = np.array([sum(0.5 / guess for guess in range(1, budget + 1)) for budget in BUDGETS])
 STEP_ROWS = 128  # positions that a cache allocates for guesses, at most
 
 
 def best_size(costs: StepCosts, stats: Stats, length: int, most: int) -> int:
-    """Return the smallest of SIZES, up to ``most``, that no larger one outdoes by much, according to step costs.
+    """Return the smallest of SIZES, up to ``most``, that is nearly as fast as any larger one, by the step costs.
 
-    Each sequence brings its own guesses, so a larger batch has larger passes, in which a row of guesses saves less.
-    What guesses yield is EXPECTED, in proportion to what the steps in ``stats`` have accepted. length: positions of a
-    sequence in the cache, on average.
+    Each sequence brings its own guesses, so passes of a larger batch are larger, and each guess costs more. Guesses
+    yield EXPECTED tokens, scaled to what the steps in ``stats`` have accepted. length: average number of cached
+    positions of a sequence.
     """
     rates = {size: _rate(costs, stats, length, size) for size in SIZES if size <= most}
     best = max(rates.values())
@@ -34,9 +34,9 @@ def best_size(costs: StepCosts, stats: Stats, length: int, most: int) -> int:
 def _rate(costs: StepCosts, stats: Stats, length: int, size: int) -> float:
     """Return the tokens per second of a batch, with the best of BUDGETS for each sequence."""
     rows = 1 + BUDGETS
-    # Overhead of a sequence: guesses are made, verified and learned for each by itself.
+    # The overhead of each sequence: making, verifying and learning its guesses.
     overhead = costs.between(rows)
-    if stats.sequence_steps:  # both may be too high: costs may have followed batches, and the first step compiles loops
+    if stats.sequence_steps:  # take the smaller figure: either may be too high, after batches or a slow first step
         overhead = np.minimum(overhead, (stats.seconds.total() - stats.seconds["forward"]) / stats.sequence_steps)
     accepted = EXPECTED
     if stats.guesses:
@@ -47,7 +47,7 @@ def _rate(costs: StepCosts, stats: Stats, length: int, size: int) -> float:
 
 
 def fitting_size(model: PreTrainedModel, length: int) -> int:
-    """Return how many sequences of ``length`` positions have room in half of the free memory, at least 1."""
+    """Return how many sequences of ``length`` positions fit into half of the free memory, at least 1."""
     free = _free_memory(device_of(model))
     if free is None:
         return SIZES[-1]
@@ -55,12 +55,12 @@ def fitting_size(model: PreTrainedModel, length: int) -> int:
         cache = model(torch.zeros((1, 2), dtype=torch.long, device=device_of(model)), use_cache=True)[CACHE]
     tensors = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values) if tensor is not None]
     of_position = sum(tensor.nbytes for tensor in tensors) // 2
-    # Each prompt is read into a cache of its own before the batch's is made of them.
+    # Twice, because each prompt is prefilled into its own cache before these caches are joined.
     return max(int(free / 2 / (2 * of_position * (length + STEP_ROWS))), 1)
 
 
 def _free_memory(device: torch.device) -> int | None:
-    """Return the bytes that are free on a device; None if it does not tell."""
+    """Return the number of free bytes on a device; None if unknown."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     try:

@@ -1,4 +1,4 @@
-"""Write a model's text to standard output as it comes. A terminal gets colours, unbroken words and a live line."""
+"""Write a model's text to standard output as it comes. On a terminal, with colours, unbroken words and a live line."""
 
 import os
 import sys
@@ -27,14 +27,14 @@ class StepStreamer(PieceStreamer):
     words."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, step: Callable[[], int], meter: Meter | None = None):
-        """step: returns the number of the current step. meter: what a live line below the text shows; None: no line."""
+        """step: returns the number of the current step. meter: what the live line shows; None: no live line."""
         super().__init__(tokenizer, self._print)
         self._step = step
         self._meter = meter
         self._on_terminal = sys.stdout.isatty()
-        self._parts: list[str] = []  # of the text, to be written at once
+        self._parts: list[str] = []  # text to write, together with the live line
         self._words = WordWrap(self._parts.append)
-        self._reading = ExitStack()  # holds a message that is shown if it takes long
+        self._reading = ExitStack()  # closing it removes the message about a long prefill
 
     def put(self, value: torch.Tensor) -> None:
         if not self._seen_prompt:
@@ -56,7 +56,7 @@ class StepStreamer(PieceStreamer):
         self._show()
 
     def close(self) -> None:
-        """Remove the live line of a text that was not ended."""
+        """Remove the live line if the text was interrupted."""
         self._reading.close()
         self._show()
 
@@ -68,7 +68,7 @@ class StepStreamer(PieceStreamer):
             _echo(text)
             return
         self._words.add(text, self._coloured)
-        # A full line is left alone: if the cursor moved, the terminal would forget to break it.
+        # At the edge, no live line: moving the cursor would make the terminal forget the pending line break.
         line = "" if self._meter is None or self._words.is_at_edge else str(self._meter)
         self._show(line)
 

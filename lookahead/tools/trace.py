@@ -25,14 +25,14 @@ WORD_START = "\N{LOWER ONE EIGHTH BLOCK}"  # sentencepiece's sign for a space be
 
 @dataclass(frozen=True)
 class PlainTimes:
-    """When plain decoding, the model's own generate() without a wrap, has written each token."""
+    """When plain decoding (the model's own generate() without a wrap) wrote each token."""
 
     seconds: list[float]
     """For each token, the seconds from the beginning of the prefill until it was written."""
     is_same_text: bool
     """Whether it wrote the same tokens."""
     why_no_ratio: str = ""
-    """Why its time is not compared with lookahead's, such as a busy machine; or ""."""
+    """Why its time is not compared with lookahead's, for example a busy machine; "" if it is."""
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,11 @@ class Trace:
     """The prompt's tokens, the tokens written, and the steps."""
     prompt: str
     text: str
-    """What was written, special tokens left out."""
+    """The generated text without special tokens."""
     pieces: list[str]
-    """For each token, the part of the text that it completes; "" within a character, and for a special token."""
+    """For each token, the text that it adds; "" for a token that ends within a character, and for a special token."""
     labels: dict[int, str | list[str]]
-    """How to show each token of the steps: its text; ["special", name]; or ["bytes", hexadecimal digits]."""
+    """For each token of the steps, its `label`."""
     about: dict[str, Any]
     """Model and environment."""
     plain: PlainTimes | None = None
@@ -93,14 +93,14 @@ class Trace:
         }  # fmt: skip
 
     def html(self) -> str:
-        """Return a page of its own that replays the text. It loads nothing from anywhere."""
+        """Return a complete page that replays the text. It loads nothing from elsewhere."""
         data = json.dumps(self.as_dict(), separators=(",", ":"))  # ASCII, so that lone surrogates can be written too
         for character in "<>&":  # no text can end the script or begin a comment
             data = data.replace(character, f"\\u{ord(character):04x}")
         return PAGE.read_text(encoding="utf-8").replace(PLACE, data)
 
     def save(self, path: str | Path) -> None:
-        """Write the page to a file, as a whole. A new file is readable by its owner alone, because it holds the prompt.
+        """Write the page to a file atomically. Only its owner can read a new file, because it holds the prompt.
 
         Raises OSError.
         """
@@ -119,8 +119,8 @@ def trace(
 ) -> Trace:
     """Call ``model.generate`` for ``prompt``, and return how the text was decoded, step by step.
 
-    The text is the same as without a trace. In a notebook, the result shows itself, and so does `model.lookahead.last`;
-    ``trace(...).save("trace.html")`` writes a page of its own.
+    The text is the same as without a trace. A notebook shows the page of the result, and also of
+    `model.lookahead.last`. ``trace(...).save("trace.html")`` writes it to a file.
 
     model: a wrapped model.
     prompt: as for `lookahead.stream`: a text, messages, or a tokenizer's output of one sequence.
@@ -142,7 +142,7 @@ def trace(
 
 
 def trace_of(record: Recorder, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Trace:
-    """Return the trace of a recorded call that lookahead has decoded. model: the wrapped model that made it."""
+    """Return the trace of a recorded call of lookahead. model: the wrapped model of the call."""
     known = {token for step in record.steps for token in step.ids.tolist()}.union(record.tokens)
     pieces = TextPieces(tokenizer)
     pieces.add(record.prompt[-2 * CONTEXT :])  # decoders look back
@@ -157,8 +157,8 @@ def trace_of(record: Recorder, model: PreTrainedModel, tokenizer: PreTrainedToke
 
 
 def label(tokenizer: PreTrainedTokenizerBase, token: int) -> str | list[str]:
-    """Return a token's text; ["special", name] for a special token or an id without one; or ["bytes", hexadecimal
-    digits] for a part of a character."""
+    """Return how to show a token: its text; ["special", name] for a special token or an id that no token has; or
+    ["bytes", hexadecimal digits] for a part of a character."""
     name = tokenizer.convert_ids_to_tokens(token)
     if not isinstance(name, str):
         return ["special", f"#{token}"]  # models often have more rows than their tokenizer has tokens
@@ -177,8 +177,8 @@ def label(tokenizer: PreTrainedTokenizerBase, token: int) -> str | list[str]:
 
 
 def _byte_signs() -> dict[str, int]:
-    """The sign that byte-level BPE writes for each byte (Radford et al. 2019, in GPT-2's published vocabulary): the
-    character of the same number if it can be seen, or else the next one from 256 on."""
+    """Return the byte for each character of byte-level BPE (Radford et al. 2019, GPT-2's vocabulary): a byte is written
+    as the character of its number if that is printable, or else as the next one from 256 on."""
     seen = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in seen]
     return {chr(byte): byte for byte in seen} | {chr(256 + i): byte for i, byte in enumerate(hidden)}

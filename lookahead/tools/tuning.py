@@ -30,7 +30,7 @@ class StepTimes:
         return sorted(set.intersection(*timed))
 
     def table(self) -> str:
-        """Return the milliseconds as a table of text."""
+        """Return the times in milliseconds as a text table."""
         rows = self.rows()
         lines = [f"{'ms a pass over':>24} {' '.join(f'{n:>7}' for n in rows)} rows"]
         for way, by_context in self.seconds.items():
@@ -40,7 +40,7 @@ class StepTimes:
         return "\n".join(lines)
 
     def picture(self, path: Path, title: str, has_ratios: bool = True) -> None:
-        """Draw the times, and as ratios of them the tokens that a pass must yield to be as fast as passes over one row.
+        """Draw the times, and how many tokens a pass must yield to break even with passes over one row.
 
         Raises ImportError without matplotlib (extra ``bench``), ValueError if matplotlib has no format for the path's
         suffix.

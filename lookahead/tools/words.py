@@ -1,8 +1,8 @@
 """Break the lines of a terminal between words, in text that comes in pieces.
 
-The text may be Markdown, and people copy it from the terminal. So a line break never stands where it would change what
-Markdown says, and lines in which every break matters (code, headings, tables, HTML) are left to the terminal.
-Indented code within inner list items is taken for text.
+The text may be Markdown, and people copy it from the terminal. So a line is not broken where a line break would change
+the meaning of the Markdown. Lines in which every break matters (code, headings, tables, HTML) are left to the terminal.
+Indented code within inner list items is treated as text.
 """
 
 import re
@@ -13,24 +13,24 @@ from itertools import groupby
 
 NO_CELL = ("Mn", "Me", "Cf")  # categories of characters that share the terminal cell of the character before
 TAB = 8  # cells between a terminal's tab stops
-# A terminal obeys control characters, so it is shown pictures of them instead.
+# Control characters could change the terminal's state, so their pictures are shown instead.
 SHOWN = {code: chr(0x2400 + code) for code in range(0x20)} | {0x7F: "\N{SYMBOL FOR DELETE}"}
 SHOWN |= dict.fromkeys(range(0x80, 0xA0), "\N{REPLACEMENT CHARACTER}")
 SHOWN |= {ord("\n"): "\n", ord("\t"): "\t", ord("\r"): ""}
 
-# Words that begin a block where they begin a line: markers of lists, headings and quotes, rules, underlines,
-# fences, tables, HTML.
+# Words that start a block at the beginning of a line: markers of lists, headings and quotes, rules, underlines, fences,
+# tables, HTML.
 BLOCK = re.compile(r"[-+*_=:|]+|#{1,6}|\d{1,9}[.)]|[<>|].*|`{3,}.*|~{3,}.*", re.DOTALL)
 PREFIX = r"(?:[ \t>]|[-+*][ \t]|\d{1,9}[.)][ \t])*"  # of lines in quotes and list items
-BARE = re.compile(PREFIX + r"(?:[-+*_=:#`~ \t]*|\d{1,9}[.)])")  # lines that say nothing yet, or are rules
+BARE = re.compile(PREFIX + r"(?:[-+*_=:#`~ \t]*|\d{1,9}[.)])")  # lines without text so far, and rules
 VERBATIM = re.compile(PREFIX + r"(?:#{1,6}\s|<|`{3}|~{3})")  # headings, HTML and fences are left alone
-FENCE = re.compile(PREFIX + r"(`{3,}(?!.*`)|~{3,})")  # around code; behind backticks stands no other backtick
+FENCE = re.compile(PREFIX + r"(`{3,}(?!.*`)|~{3,})")  # around code; no backtick may follow a fence of backticks
 INDENTED = re.compile(r"(?:[ >]|[-+*] )*(?: {4}|\t)")
 ITEM = re.compile(r"[ \t>]*(?:[-+*]|\d{1,9}[.)])(?:\s|$)")  # of a list
 
 
 class WordWrap:
-    """Writes text so that no word is broken that fits on a line. The terminal breaks longer ones.
+    """Writes text and breaks lines between words. The terminal breaks words that are longer than a line.
 
     A word is held back until it is complete.
     """
@@ -42,9 +42,9 @@ class WordWrap:
         self._gap = ""  # spaces before the word that is held back
         self._word = ""  # the word that is held back, with its colours
         self._plain = ""  # the same without colours
-        self._fence = ""  # the fence that began the code that we are in
-        self._in_table = False  # so that this line may be a row
-        self._in_list = False  # so that what is indented is an inner item, or else code
+        self._fence = ""  # the fence that opened the current code block
+        self._in_table = False  # whether this line may be a table row
+        self._in_list = False  # whether an indented line may be an inner item; otherwise it is code
 
     @property
     def is_at_edge(self) -> bool:
@@ -83,7 +83,7 @@ class WordWrap:
         self._gap, self._word, self._plain = "", "", ""
 
     def _may_break(self) -> bool:
-        """Whether Markdown says the same if a line break replaces the gap before the word that is held back."""
+        """Whether Markdown keeps its meaning if a line break replaces the gap before the word that is held back."""
         line = self._line + self._gap + self._plain
         if self._fence or self._in_table or VERBATIM.match(line) or "|" in line:
             return False
@@ -95,7 +95,7 @@ class WordWrap:
 
     def _end_line(self) -> None:
         columns = shutil.get_terminal_size().columns
-        # Spaces at the end of a line say something in code, and two of them everywhere.
+        # Spaces at the end of a line have a meaning in code, and two of them everywhere.
         if len(self._gap) > 1 or self._column < columns or not self._may_break():
             self._put(self._gap, self._gap, columns)
         self._put("\n", "\n", columns)

@@ -9,7 +9,7 @@ from bench.speedups import OURS, RESAMPLES, SPREAD, gains, seconds_per_token, ti
 
 ENVIRONMENT = ("processor", "threads", "python", "torch", "transformers", "lookahead")
 
-BASELINES = (  # a token per step
+BASELINES = (  # methods that write a token per step
     "plain", "static-compiled", "lade-plain", "vllm-plain", "vllm-sgl", "llama-plain", "llama-q8_0", "llama-q4_0",
     "openvino-plain", "ortgenai-plain",
 )  # fmt: skip
@@ -21,23 +21,23 @@ FAMILIES = {"plain decoding": "tab:gray", "lookahead": "tab:blue", "others' gues
 
 NOTES = f"""\
 - Prompts are in the model's chat template if it has one, unless the command says --raw.
-- Times are by the clock: for each prompt the median of its repeats. ms/token with the prompt divides the sum over the
-  prompts by their new tokens; without the prompt, it leaves out the first token and the time until the second pass
-  begins. (llama.cpp's and OpenVINO's time of the first token is their own account. Beside the time of llama.cpp's whole
-  request stands, after a slash, what its server itself accounts for.)
-- {OURS}'s share: {OURS}'s time per token as a share of that row's, the median over the prompts; below 1, {OURS} is
+- Times are wall-clock times: for each prompt, the median of its repeats. ms/token with the prompt divides the sum over
+  the prompts by their new tokens; without the prompt, it leaves out the first token and the time until the second pass
+  begins. (llama.cpp and OpenVINO report the time of the first token themselves. After the time of llama.cpp's whole
+  request, a slash and the time by its server's own account follow.)
+- {OURS}'s share: {OURS}'s time per token, divided by this row's: the median over the prompts. Below 1, {OURS} is
   faster.
-- x plain: the sum of plain's times by that row's. The brackets hold {SPREAD:.0%} of {RESAMPLES} resamples of the
-  prompts.
-- x reading: ms/token without the prompt by the time in which as many threads read the weights of a pass once, in
-  sequence, in the same run. Guesses take it below 1, and weights in fewer bits than the model's.
+- x plain: the sum of plain's times, divided by this row's. The interval in brackets holds {SPREAD:.0%} of {RESAMPLES}
+  resamples of the prompts.
+- x reading: ms/token without the prompt, divided by the time in which as many threads read the weights of a pass once,
+  in sequence, in the same run. Guesses and packed weights can bring it below 1.
 - first token: mean time until the first token exists and the second forward pass begins.
 - tokens/step: new tokens after the first, per forward pass after the prefill. The first pass of prompt-lookup and
-  assisted already verifies guesses: there, all tokens per pass.
+  assisted already verifies guesses, so for these it is all tokens per pass.
 - identical: prompts whose text equals plain's in every repeat, token for token; "-" for a method that draws other
-  samples from the same seed. agree: share of all tokens that stand before the first difference. margin: where texts
+  samples from the same seed. agree: share of all tokens that are before the first difference. margin: where texts
   part, the largest gap between plain's best two tokens, in logits. llama-q8_0 and llama-q4_0 have other weights, so
-  other texts, unless the model's are of that kind; ortgenai computes in float32.
+  other texts, unless the model has the same format; ortgenai computes in float32.
 - step cost: mean time of a step's forward pass, relative to steps-of-one, the same loop without guesses (for -torch
   methods, steps-of-one-torch).
 - efficiency: speed-up after the first token over steps-of-one (for -torch methods, over steps-of-one-torch), divided
@@ -127,7 +127,7 @@ def _step_cells(row: dict) -> list[str]:
 
 
 def draw(report: dict, out: Path) -> list[Path]:
-    """For each model, draw the speed-ups and, if several contexts were measured, the times by context."""
+    """Draw the speed-ups of each model and, if several contexts were measured, the times by context."""
     pictures = []
     for model in dict.fromkeys(cell["model"] for cell in report["cells"]):
         cells = [cell for cell in report["cells"] if cell["model"] == model]
@@ -141,7 +141,7 @@ def draw(report: dict, out: Path) -> list[Path]:
 
 
 def draw_speedups(cells: list[dict], path: Path) -> None:
-    """Draw a panel for each cell, with a bar for each method: its speed-up over plain and its interval."""
+    """Draw a panel for each cell, with a bar for each method's speed-up over plain, and its interval."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 

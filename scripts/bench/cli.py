@@ -1,5 +1,6 @@
 """Options that several commands share, and types of option values."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import click
@@ -52,3 +53,11 @@ temperatures = click.option(
     "--temperature", "temperatures", type=ListOf(click.FloatRange(min=0)), default="0,0.7", show_default=True,
     help="One or several; 0: greedy, no sampling.",
 )  # fmt: skip
+
+
+def guesses(default: str) -> Callable:
+    """The option for the numbers of guesses to compare."""
+    return click.option(
+        "--guesses", default=default, type=ListOf(WholeOr("auto", least=1)), show_default=True,
+        help="Guesses in a step: one or several numbers, or auto.",
+    )  # fmt: skip

@@ -12,13 +12,13 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 from lookahead.streaming import render
 
 RANDOM_LENGTH = 64  # tokens of a random prompt
-# The first part of Spec-Bench is MT-bench, with the numbers and categories that questions have there.
+# The first part of Spec-Bench is MT-bench, with MT-bench's numbers and categories.
 MT_BENCH = range(81, 161), ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
-MARK = "9f1c"  # stands for a text in a chat template
+MARK = "9f1c"  # a placeholder for a text in a chat template
 
 
 def category_of(prompt: dict) -> str:
-    """Return the part of Spec-Bench that a prompt of its file belongs to; any other prompt's own category."""
+    """Return the part of Spec-Bench to which a prompt belongs; for other prompts, their own category."""
     numbers, categories = MT_BENCH
     is_mt_bench = prompt["question_id"] in numbers and prompt["category"] in categories
     return "mt-bench" if is_mt_bench else prompt["category"]
@@ -36,7 +36,7 @@ def first_of_each(prompts: list[dict], count: int) -> list[dict]:
 
 
 def conversation(prompt: dict) -> list[str]:
-    """Return what a prompt says: its turns with the given replies between them, or the first turn if none are given.
+    """Return a prompt's turns with the given replies between them; only the first turn if there are no replies.
 
     Raises ClickException if there is not one reply for each turn but the last.
     """
@@ -48,8 +48,8 @@ def conversation(prompt: dict) -> list[str]:
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, said: Sequence[str], raw: bool) -> list[int]:
-    """Return the tokens of what a user and the model said in turn, in the model's chat template; with ``raw`` or
-    without a template, of the texts one below the other.
+    """Return the tokens of alternate turns of a user and the model, in the model's chat template; with ``raw`` or
+    without a template, of the texts joined by line breaks.
 
     Raises ClickException if the template refuses them.
     """
@@ -64,7 +64,8 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, said: Sequence[str], raw: boo
 
 
 def around(tokenizer: PreTrainedTokenizerBase, raw: bool) -> tuple[list[int], list[int]]:
-    """Return the tokens that `prompt_ids` adds before and behind a text. Raises ClickException if it hides the text."""
+    """Return the tokens that `prompt_ids` adds before and after a text. Raises ClickException if it changes the
+    text."""
     ids, bare = prompt_ids(tokenizer, [MARK], raw), tokenizer(MARK, add_special_tokens=False).input_ids
     for begin in range(len(ids)):
         if ids[begin : begin + len(bare)] == bare:
@@ -83,7 +84,7 @@ def with_context(texts: list[list[int]], begin: list[int], length: int, end: Seq
     Raises ClickException if there is only one text, or no room for any.
     """
     if len(texts) < 2:
-        raise click.ClickException("the other prompts' texts make up a context: give two prompts or more")
+        raise click.ClickException("a context consists of the other prompts' texts: give two prompts or more")
     room = length - len(begin) - len(end)
     if room < 1:
         raise click.ClickException(f"a context of {length} has no room beside the chat template: raise --contexts")
@@ -93,7 +94,7 @@ def with_context(texts: list[list[int]], begin: list[int], length: int, end: Seq
         missing = room - len(text)
         others = [token for other in texts[number + 1 :] + texts[:number] for token in other]
         if missing and not others:
-            raise click.ClickException("the other prompts' texts make up a context, but they are empty")
+            raise click.ClickException("a context consists of the other prompts' texts, but these are empty")
         prompts.append([*begin, *np.resize(others, missing).tolist(), *text, *end])
     return prompts
 
@@ -103,14 +104,14 @@ def tokenized_prompts(
 ) -> dict[int | None, list[list[int]]]:
     """Return a model's prompts as token ids, for each context; without ``texts``, ``count`` prompts of random tokens.
 
-    texts: of each prompt, from `conversation`. With a context, what is said in it is one text.
+    texts: for each prompt, from `conversation`. With a context, its turns are joined to one text.
     raw: do not put the texts into the model's chat template.
     Raises ClickException if the model cannot be read, or has too few positions for such prompts.
     """
     try:
         config = AutoConfig.from_pretrained(name).get_text_config(decoder=True)
         tokenizer = AutoTokenizer.from_pretrained(name) if texts is not None else None
-    except Exception as error:  # the type depends on the hub's client and on the format
+    except Exception as error:  # its class depends on the hub's client and on the format
         raise click.ClickException(f"cannot read the model {name}: {error}") from error
     prompts: dict[int | None, list[list[int]]] = {}
     for length in contexts:

@@ -1,4 +1,4 @@
-"""The first stage of scripts/gpu.py. What may be missing is imported late, so that the page can say so."""
+"""The first stage of scripts/gpu.py. Packages that may be missing are imported late, so that the page can say so."""
 
 import re
 import statistics
@@ -49,7 +49,7 @@ def environment(plan, report) -> tuple[str, dict]:
 
 
 def _speeds(device, is_small: bool) -> dict:
-    """The rates that bound a pass: bytes copied and products made in a second."""
+    """The rates that limit a pass: bytes copied and products computed in a second."""
     import torch
 
     from bench.timing import waited

@@ -1,4 +1,4 @@
-"""The stages of scripts/gpu.py but the first. Each takes a plan and a report, and returns its page and its results."""
+"""The stages of scripts/gpu.py except the first. Each takes a plan and a report, and returns a page and results."""
 
 import json
 import statistics
@@ -42,7 +42,7 @@ Result = tuple[str, dict]
 
 
 def _run(arguments: list[str], report) -> Result:
-    """Run a command of the repository as a stage of its own."""
+    """Run a command of the repository as a stage."""
     seconds = report.until - time.time()
     try:
         done = subprocess.run(
@@ -125,14 +125,14 @@ def _random_llama(size: str, plan):
 
 
 def _ballasted(plan):
-    """Return a model that has the size of 8B, or in a rehearsal a little more, and writes the texts of the plan's."""
+    """Return a model that writes the texts of the plan's model. It has the size of 8B, in a rehearsal a small size."""
     model = load(plan.model, _dtype(plan), plan.device)[0]
     size = SMALL_BALLAST if plan.is_small else ballast.SHAPES["8B"]
     return ballast.ballast(model, **size, max_position_embeddings=2**17)
 
 
 def _prompts_for(plan) -> Path:
-    """Return the file of prompts; they are in the chat template if the model has one."""
+    """Return the file of prompts, which are in the chat template if the model has one."""
     tokenizer = load_tokenizer(plan.model)
     if tokenizer.chat_template is None:
         return plan.prompts
@@ -141,7 +141,7 @@ def _prompts_for(plan) -> Path:
         chat = [{"role": "user", "content": prompt["turns"][0]}]
         text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
         begin = tokenizer.bos_token
-        if begin and tokenizer("").input_ids[:1] == [tokenizer.bos_token_id]:  # it will be put there again
+        if begin and tokenizer("").input_ids[:1] == [tokenizer.bos_token_id]:  # the tokenizer will add it again
             text = text.removeprefix(begin)
         lines.append(json.dumps({**prompt, "turns": [text]}))
     path = plan.out / "prompts.jsonl"
@@ -153,13 +153,13 @@ def _prompts_for(plan) -> Path:
 
 ROWS = (1, 4, 16, 32, 64, 128, 256)
 LENGTHS = (256, 2048, 8192, 32768)
-INDUCTOR_ROWS, INDUCTOR_LENGTH = (1, 16, 64), 2048  # each takes half a minute to compile
-WARM_UPS = 4  # passes before the first that is timed: to capture a graph, and to check it twice
-TIMED, SECONDS = 15, 0.4  # passes of a cell, at least 3, and seconds
+INDUCTOR_ROWS, INDUCTOR_LENGTH = (1, 16, 64), 2048  # each number of rows takes half a minute to compile
+WARM_UPS = 4  # passes before the first timed one: to capture a graph, and to check it twice
+TIMED, SECONDS = 15, 0.4  # most passes of a cell (at least 3), and most seconds
 
 
 def costs(plan, report, size: str) -> Result:
-    """c(T, L): the time of a pass over T rows behind L positions, by every way to run it."""
+    """c(T, L): the time of a pass over T rows after L positions, for every way to run it."""
     shape = "small" if plan.is_small else size
     rows, lengths = ((1, 4, 16), (256,)) if plan.is_small else (ROWS, LENGTHS)
     model = _random_llama(shape, plan)
@@ -169,8 +169,8 @@ def costs(plan, report, size: str) -> Result:
     def page() -> str:
         parts = [
             _head(plan, results),
-            f"{shape}: {weights / 1e9:.2f} GB of weights. Milliseconds of a pass over T rows, its host time and the "
-            "wait for the device included: the median of several, one after another.",
+            f"{shape}: {weights / 1e9:.2f} GB of weights. Milliseconds of a pass over T rows, including host time and "
+            "the wait for the device: the median of several passes.",
         ]
         for length in lengths:
             found = {way: cells[length] for way, cells in results["seconds"].items() if length in cells}
@@ -209,14 +209,14 @@ def _errors(results: dict) -> list[str]:
 
 
 def _all_costs(model, plan, rows, lengths) -> Iterator[tuple[str, int, Callable[[], Iterator[tuple[int, float]]]]]:
-    """Yield every way to run passes with every length, the quick ones first."""
+    """Yield every way to run passes, for every length; the quick ones first."""
     adapter = find_adapter(model)
     split, dense = EagerRunner(model, adapter), EagerRunner(model, replace(adapter, splits_attention=False))
-    # Without a GPU nothing can be captured, but the same steps of fixed shape run.
+    # Without a GPU, nothing can be captured, but the same steps of fixed shape run.
     graphs = GraphRunner(StepGraphs(model, capture_cuda if plan.device.startswith("cuda") else None), split)
     runners = {f"eager, {'split attention' if adapter.splits_attention else 'as probed'}": split}
     runners["our graphs"] = graphs
-    if adapter.splits_attention:  # otherwise it is the first once more
+    if adapter.splits_attention:  # otherwise it is the same as the first
         runners["eager, dense mask"] = dense
     for length in lengths:
         for way, runner in runners.items():
@@ -247,7 +247,7 @@ def _times(runner, rows, length: int) -> Iterator[tuple[int, float]]:
 
 
 def _inductor_times(model, rows, length: int) -> Iterator[tuple[int, float]]:
-    """Do the same with torch.compile(mode="reduce-overhead") on a static cache, which makes CUDA graphs by itself."""
+    """The same with torch.compile(mode="reduce-overhead") on a static cache, which makes CUDA graphs by itself."""
 
     torch.compiler.reset()
     compiled = torch.compile(model.__call__, mode="reduce-overhead", dynamic=False)
@@ -269,7 +269,7 @@ def _inductor_times(model, rows, length: int) -> Iterator[tuple[int, float]]:
 
 
 def _median(call: Callable[[], object], device) -> float:
-    """Return the median time of a call, with the wait for the device."""
+    """Return the median time of a call, including the wait for the device."""
     for _ in range(WARM_UPS):
         waited(call, device)
     times: list[float] = []
@@ -285,12 +285,12 @@ SMALL_TEXT_METHODS = ("plain", "prompt-lookup", "auto", "auto-graphs", "graphs-1
 
 
 def texts(plan, report, *kind: str) -> Result:
-    """Texts by every method, from the model or its ballasted self, greedy or sampled: scripts/benchmark.py's table."""
+    """Texts by every method, by the model or with its ballast, greedy or sampled: the table of scripts/benchmark.py."""
     temperature = 0.7 if "sampled" in kind else 0.0
     methods = list(SMALL_TEXT_METHODS if plan.is_small else TEXT_METHODS)
     limit, new_tokens = (1, 8) if plan.is_small else (12, 128)
     seen: Counter = Counter()
-    by_turn = []  # the first of each category, then the second of each, because time may end early
+    by_turn = []  # the first of each category, then the second of each, because the time may not suffice for all
     for prompt in read_prompts(_prompts_for(plan), None):
         by_turn.append((seen[prompt["category"]], prompt))
         seen[prompt["category"]] += 1
@@ -348,7 +348,7 @@ def _inputs(plan, device, length: int | None = None):
 
 
 def profile(plan, report) -> Result:
-    """What a step does, of the ballasted model: kernels, launches, copies, waits, and what the device idles."""
+    """The parts of the ballasted model's step: kernels, launches, copies, waits, and the device's idle time."""
     model = _ballasted(plan)
     is_cuda = plan.device.startswith("cuda")
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_cuda else [])]
@@ -361,8 +361,8 @@ def profile(plan, report) -> Result:
         lines = [[name, *(f"{row['per step'].get(name, 0):.3g}" for row in found.values())] for name in names]
         parts = [
             _head(plan, results),
-            "By step, of a model's third text, the prompt's pass included. The first two warm up, capture and measure "
-            "costs. Times with the profiler are longer than those without.",
+            "Figures by step, prefill included, of each method's third text. The first two warm up, capture, measure "
+            "costs. Times with the profiler are longer than without.",
             table(["", *found], lines, "l" + "r" * len(found)),
         ]
         for method, row in found.items():
@@ -418,7 +418,8 @@ def _by_step(profiler, per_step: dict, steps: int, seconds: float, is_cuda: bool
 
 
 def memory(plan, report) -> Result:
-    """Most memory beyond the weights by context and method, against the bytes of keys and values; and too little."""
+    """The peak of memory beyond the weights by context and method, and the bytes of keys and values; and what happens
+    with too little memory."""
     model = _ballasted(plan)
     new_tokens, is_cuda = 4 if plan.is_small else 32, plan.device.startswith("cuda")
     config = model.config
@@ -451,7 +452,7 @@ def memory(plan, report) -> Result:
             if report.has_time:
                 results["rows"].append(measured(method, length))
                 report.write(page(), results)
-    if is_cuda and report.has_time:  # too little for the buffers of graphs beside the cache
+    if is_cuda and report.has_time:  # too little memory for the buffers of graphs in addition to the cache
         torch.cuda.empty_cache()
         total = torch.cuda.get_device_properties(model.device).total_memory
         room = torch.cuda.memory_reserved() + 3 * per_position * lengths[-1]

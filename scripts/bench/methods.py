@@ -42,7 +42,7 @@ LOOKAHEAD = {
     "racer": {"window_size": 0},
     "racer-64": {"budget": RACER_NODES, "window_size": 0},
 }
-PUBLISHED = {  # sources of guesses; with all their nodes, or those that pay
+PUBLISHED = {  # sources of guesses, with all their nodes or with those that pay
     "token-recycling": TokenRecyclingSource, "token-recycling-80": TokenRecyclingSource,
     "racer": RacerSource, "racer-64": RacerSource,
 }  # fmt: skip
@@ -65,13 +65,13 @@ PEERS = {  # (library, method of its worker)
     "ortgenai-ngram": ("ortgenai", "ngram"),
 }
 METHODS = (*PLAIN, *LOOKAHEAD, *PEERS)
-KEEP_DRAWS = ("plain", "static-compiled", *LOOKAHEAD)  # they draw from the seed as plain does, once for each token
+KEEP_DRAWS = ("plain", "static-compiled", *LOOKAHEAD)  # methods that draw as plain does, once for each token
 DEFAULT = {
     "cpu": ("plain", "prompt-lookup", "steps-of-one", "auto"),
     "cuda": ("plain", "static-compiled", "prompt-lookup", "steps-of-one", "auto", "auto-graphs"),
 }
 WITH_DRAFT_MODEL = ("assisted", "draft", "auto-draft")  # "draft": without the pool
-GUESS_AT_ONCE = ("prompt-lookup", "assisted")  # their first pass verifies guesses, so it counts as a step
+GUESS_AT_ONCE = ("prompt-lookup", "assisted")  # methods whose first pass verifies guesses, so it counts as a step
 
 
 @contextmanager
@@ -98,16 +98,16 @@ def as_inputs(ids: list[int], device: torch.device) -> BatchEncoding:
 
 
 def forget_settings(model: PreTrainedModel) -> None:
-    """Let all methods decode by one rule, without the top-p or penalty that the model's folder may set."""
+    """Reset the generation settings, such as top-p or a penalty, so that all methods decode by the same rule."""
     ends = model.generation_config.eos_token_id
     pad = ends[0] if isinstance(ends, list) else ends
     model.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=pad)
 
 
 def twin_of(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a model of the same weights, which stays wrapped while the model itself decodes plainly.
+    """Return a model with the same weights, to be wrapped while the model itself decodes plainly.
 
-    To unwrap it after each call would have each one look at the model anew, as no user's call does.
+    If the model were unwrapped after each call, each call would inspect it again, unlike a user's.
     """
     return copy.deepcopy(model, {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())})
 
@@ -115,26 +115,26 @@ def twin_of(model: PreTrainedModel) -> PreTrainedModel:
 def timed_by(
     engine: Lookahead, model: PreTrainedModel, inputs: BatchEncoding, options: dict, seed: int
 ) -> tuple[list[list[int]], float]:
-    """`timed`, by an engine that keeps what it knows from call to call. The model stays wrapped with it."""
+    """`timed`, by an engine that keeps its state from call to call. The model stays wrapped with it."""
     if vars(model).get("lookahead") is not engine:
         lookahead.wrap(model, engine.config, engine.pool, engine.source).lookahead = engine
     return timed(model, inputs, options, seed)
 
 
 def outcome(ids: list[int], seconds: float, stepped: int | None = None, **known) -> dict:
-    """Return the result of `Subject.call`. stepped: by default all tokens except the first."""
+    """Return a result of `Subject.call`. stepped: by default, all tokens except the first."""
     unknown = dict.fromkeys(("first_seconds", "own_seconds", "steps", "drafted", "accepted", "forward_seconds"))
     return {"ids": ids, "seconds": seconds, "stepped": len(ids) - 1 if stepped is None else stepped, **unknown, **known}
 
 
 class Subject:
-    """A model that decodes by every method: plainly, wrapped, and in the processes of peers."""
+    """A model that decodes by every method: plainly, wrapped, and in processes of peers."""
 
     def __init__(
         self, model: str | PreTrainedModel, dtype: str, device: str, methods: list[str], assistant: str | None,
         peers: Path | None, timeout: float,
     ):  # fmt: skip
-        """model: a name or a folder; or a model in ``dtype`` on ``device``, for methods that are not peers'."""
+        """model: a name or a folder; or, if no method is a peer's, a model in ``dtype`` on ``device``."""
         self.plain: PreTrainedModel = load(model, dtype, device)[0] if isinstance(model, str) else model
         forget_settings(self.plain)
         self._wrapped = twin_of(self.plain) if set(LOOKAHEAD) & set(methods) else None
@@ -166,7 +166,7 @@ class Subject:
         engine: for a lookahead method, from `Engines`.
         Returns ids (new ones), seconds, first_seconds (until the first token exists and the second pass begins),
         own_seconds (by a peer's own account), steps (forward passes after the prefill), stepped (tokens from those
-        steps), drafted and accepted (guesses), and forward_seconds (of the steps). What is unknown is None.
+        steps), drafted and accepted (guesses), and forward_seconds (of the steps). Unknown figures are None.
         """
         if method in PEERS:
             answer = self.peers[method].ask([ids], options, seed)
@@ -185,7 +185,7 @@ class Subject:
         return outcome(texts[0], seconds, first_seconds=first_seconds, steps=counted.passes - 1)
 
     def _by_lookahead(self, inputs: BatchEncoding, options: dict, seed: int, engine: Lookahead) -> dict:
-        """Passes are not counted: a hook would keep them from being one call."""
+        """Passes are not counted, because a hook would prevent fused passes."""
         texts, seconds = timed_by(engine, self._wrapped, inputs, options, seed)
         stats = engine.last
         return outcome(
@@ -194,7 +194,7 @@ class Subject:
         )  # fmt: skip
 
     def _compiled(self, inputs: BatchEncoding, options: dict, seed: int, longest: int) -> dict:
-        """Passes are not counted here either."""
+        """Passes are not counted here, either."""
         compiled = CompileConfig()
         compiled._compile_all_devices = True  # transformers does not compile on the CPU otherwise
         cache = StaticCache(config=self.plain.config, max_cache_len=longest)
@@ -207,8 +207,8 @@ class Subject:
 class Engines:
     """The engines of the lookahead methods in one cell.
 
-    Like a model that stays wrapped for long, a method keeps what it learned about the speed of its steps. But each call
-    begins with a fresh pool, except that a method named -shared keeps its pool for all prompts of a repeat.
+    As in a model that stays wrapped, a method keeps its measurements of step times. But each call begins with a fresh
+    pool, except that a method named -shared keeps its pool for all prompts of a repeat.
     """
 
     def __init__(self, draft_model: PreTrainedModel | None = None):

@@ -1,4 +1,4 @@
-"""Texts that a model writes itself, for its heads to learn from. They are kept in a file, which later runs add to."""
+"""Texts that a model writes to train its heads. They are stored in a file, to which later runs add."""
 
 import json
 import random
@@ -12,9 +12,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lookahead.tools.prompts import up_to_its_end
 
-USER_TOKENS, ANSWER_TOKENS, CONTINUED_TOKENS = 64, 192, 256  # most of each that the model writes
-PROMPT_TOKENS = (16, 128)  # least and most of a passage that the model goes on with
-LONGEST_PROMPT = 512  # tokens of a given prompt that are kept, its last ones
+USER_TOKENS, ANSWER_TOKENS, CONTINUED_TOKENS = 64, 192, 256  # most tokens of each kind of text
+PROMPT_TOKENS = (16, 128)  # least and most tokens of a passage that the model continues
+LONGEST_PROMPT = 512  # most tokens of a given prompt, which are its last ones
 WRITTEN_AT_ONCE = 64
 TEMPERATURE = 0.7  # of answers and continuations, between greedy decoding and full sampling
 
@@ -26,7 +26,7 @@ class Text:
 
 
 def read_texts(path: Path) -> list[Text]:
-    """Read a file of `add_texts`. Raises ClickException, naming the line, if it is none."""
+    """Read a file of `add_texts`. Raises ClickException, naming the line, if it has another format."""
     if not path.exists():
         return []
     texts = []
@@ -34,7 +34,7 @@ def read_texts(path: Path) -> list[Text]:
         try:
             texts.append(Text(**json.loads(line)))
         except (ValueError, TypeError) as error:
-            raise click.ClickException(f"{path}, line {number} is no text of a model: {error!r}") from error
+            raise click.ClickException(f"{path}, line {number} is not a model's text: {error!r}") from error
     return texts
 
 
@@ -43,7 +43,8 @@ def tokens_written(texts: list[Text]) -> int:
 
 
 def chat_frame(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str] | None:
-    """Return what the chat template puts before the user's turn, and between it and the answer; None without one."""
+    """Return the chat template's text before the user's turn, and between it and the answer; None without a
+    template."""
     if not tokenizer.chat_template:
         return None
     mark = "<user's turn>"
@@ -54,7 +55,7 @@ def chat_frame(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str] | None:
 
 @torch.inference_mode()
 def written(model: PreTrainedModel, prompts: list[list[int]], most: int, temperature: float, top_k: int = 0) -> list:
-    """Return what the model writes after each prompt, up to and with an end token."""
+    """Return the model's text after each prompt, up to and including an end token."""
     longest = max(map(len, prompts))
     ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
     mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
@@ -72,7 +73,7 @@ def some_texts(
 ) -> list[Text]:
     """Let the model write WRITTEN_AT_ONCE texts.
 
-    given: prompts to choose from; without any, a chat model writes the user's turns too.
+    given: prompts to choose from; without prompts, a chat model writes the user's turns, too.
     """
 
     def encoded(text: str) -> list[int]:
@@ -98,17 +99,17 @@ def some_texts(
     prompts.sort(key=len)
     answers = written(model, prompts, CONTINUED_TOKENS if frame is None else ANSWER_TOKENS, TEMPERATURE)
     texts = [Text(prompt + answer, len(prompt)) for prompt, answer in zip(prompts, answers, strict=True)]
-    rng.shuffle(texts)  # so that those held out are of every length
+    rng.shuffle(texts)  # so that held-out texts have all lengths
     return texts
 
 
 def add_texts(
     path: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, given: list[str], tokens: int, seed: int
 ) -> list[Text]:
-    """Let the model write until the file holds so many tokens of its own."""
+    """Let the model write until the file holds ``tokens`` tokens of its own."""
     texts = read_texts(path)
     if any(token >= model.get_input_embeddings().num_embeddings for text in texts for token in text.ids):
-        raise click.ClickException(f"{path} has tokens that the model lacks: give each model a file of its own")
+        raise click.ClickException(f"{path} has tokens that the model lacks: use another file for each model")
     start, before = time.perf_counter(), tokens_written(texts)
     while tokens_written(texts) < tokens:
         torch.manual_seed(seed + len(texts))

@@ -1,4 +1,4 @@
-"""The pages that commands write: the command, tables of its results, and the results as JSON."""
+"""The pages that commands write: the command, tables of its results, and JSON."""
 
 import json
 import os
@@ -9,11 +9,11 @@ from pathlib import Path
 
 import click
 
-INSTRUCTIONS = "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA"  # variables that forbid some of the processor's
+INSTRUCTIONS = "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA"  # environment variables that limit the instruction set
 
 
 def command_line(script: str) -> str:
-    """Return the command that started this process, with what its environment says of instructions to use.
+    """Return the command that started this process, with the environment variables INSTRUCTIONS.
 
     script: its ``__file__``.
     """
@@ -38,7 +38,7 @@ def _cell(value: object) -> str:
 
 
 def heading(where: dict) -> str:
-    """Return the head of a page: the command in ``where``, then everything else that the results depend on."""
+    """Return the heading of a page: the command in ``where``, then everything else that the results depend on."""
     rest = ", ".join(f"{name} {value}" for name, value in where.items() if name != "command" and value != "")
     return f"`{where['command']}`\n\n{rest}\n\n"
 
@@ -51,9 +51,9 @@ def show_results(out: Path | None, text: str, results: dict) -> None:
 
 
 def write_results(out: Path, text: str, results: dict) -> None:
-    """Write OUT.md and then OUT.json, each of them whole or not at all, and create their folder.
+    """Write OUT.md and then OUT.json, each atomically, and create their folder.
 
-    out: its name may end in ``.md``, and may have other dots.
+    out: the name may end in ``.md``, and may have other dots.
     """
     out.parent.mkdir(parents=True, exist_ok=True)
     stem = str(out).removesuffix(".md")

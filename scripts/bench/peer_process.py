@@ -1,6 +1,6 @@
-"""A peer: another library's decoding, in a process and a Python environment of its own.
+"""A peer: another library that decodes in its own process and Python environment.
 
-This is the asking side; scripts/peers/protocol.py describes the protocol.
+This is the client's side; scripts/peers/protocol.py describes the protocol.
 """
 
 import json
@@ -14,7 +14,7 @@ from pathlib import Path
 from bench.timing import time_limit
 
 WORKERS = Path(__file__).parents[1] / "peers"
-PATIENCE = 10  # seconds that a process has to end after its stdin
+PATIENCE = 10  # seconds that a process has to end after its stdin was closed
 
 
 def worker_command(
@@ -32,10 +32,10 @@ class PeerError(Exception):
 
 
 class Peer:
-    """One peer. Its process starts with the first request. It is suspended between requests, so that its
-    threads do not spin while something else is timed.
+    """One peer. Its process starts with the first request, and is suspended between requests, so that its threads do
+    not spin while something else is timed.
 
-    If it dies or takes too long, the next request starts it anew. If it never got ready, every later request fails too.
+    If it dies or takes too long, the next request restarts it. If it never got ready, all later requests fail, too.
     """
 
     def __init__(self, command: list[str], timeout: float):
@@ -81,7 +81,7 @@ class Peer:
             self._process.stdin.close()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(patience)
-        self._signal(signal.SIGKILL)  # also ends what the process started and left behind
+        self._signal(signal.SIGKILL)  # also ends child processes that are left
         self._process.wait()
         self._process.stdout.close()
         self._errors.close()
@@ -94,7 +94,7 @@ class Peer:
     def _start(self) -> None:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115, open as long as the process runs
         try:
-            # In its own process group, so that its children are suspended with it.
+            # In its own process group, so that child processes are suspended, too.
             self._process = subprocess.Popen(
                 self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors,
                 preexec_fn=os.setpgrp, env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"},
@@ -125,7 +125,7 @@ class Peer:
         return message
 
     def _obituary(self) -> str:
-        """Return how the process ended, and the last line of its stderr."""
+        """Return how the process ended, with the last line of its stderr."""
         try:
             status = f"ended with status {self._process.wait(PATIENCE)}"
         except subprocess.TimeoutExpired:

@@ -1,12 +1,12 @@
-"""Three published ways to guess without a draft model, as sources of guesses in our own loop, to compare the pool with.
+"""Three published methods without a draft model, as sources of guesses in our own loop, to compare the pool with.
 
-All recycle logits: wherever a token stands again, they guess what the model said after it the last time.
+All of them recycle logits: after a token, they guess the model's last predictions after the same token.
 `TokenRecyclingSource` is Token Recycling (Luo et al. 2024, arXiv 2408.08696, section 3). `RacerSource` is RACER (Zhang
-et al. 2026, arXiv 2604.14885, section 3), which adds what followed the last two tokens in the text. `GooseSource` is
-built like Goose (Jin et al. 2026, arXiv 2604.02047), which adds what followed the longest match. The first two papers
-give their guesses no probabilities. Here they are the share of the guesses of that rank that came true so far, or, in
-RACER, the share of the places that went on with the guess. So a fixed budget verifies whole trees, as published, and an
-automatic one what pays. A call begins with nothing learned.
+et al. 2026, arXiv 2604.14885, section 3), which adds continuations of the last two tokens in the text. `GooseSource` is
+similar to Goose (Jin et al. 2026, arXiv 2604.02047), which adds the continuation of the longest match. The first two
+papers give guesses no probabilities. Here, the probability is the share of guesses of the same rank that were accepted
+so far or, for RACER's continuations, the share of places that continue with the guess. So a fixed budget verifies whole
+trees, as published, and an automatic budget verifies what pays. Each call begins without evidence.
 """
 
 import heapq
@@ -23,20 +23,20 @@ TOP_K = 8  # next tokens kept of each row of logits, in both papers
 RECYCLED_NODES = 80  # guesses of Token Recycling
 RECYCLED_DEPTH = 6
 RACER_NODES = 63  # guesses of RACER: 64 nodes with the root
-NGRAM = 10  # RACER's; also the longest match that Goose tells from longer ones
+NGRAM = 10  # length of RACER's n-grams, and the match length up to which Goose distinguishes
 GOOSE_NODES = 63  # as many as RACER's
-PRIOR = 8.0  # tokens that each rank is believed to have seen before a call
-ROOT = 0  # of a tree that grows
+PRIOR = 8.0  # number of observations that a rank's prior counts as
+ROOT = 0  # the root's index in `Growing`
 
 
 def static_tree() -> list[tuple[int, int]]:
-    """Return Token Recycling's places: the index of each one's parent (-1: the root), and its rank among the siblings.
+    """Return Token Recycling's places: for each, the index of its parent (-1: the root) and its rank among siblings.
 
-    The paper shows its tree in a picture. This one has as many places, and the same depth and width. It holds the
-    most likely places, if each rank is half as likely as the one before. So an earlier rank has more below it.
+    The paper shows its tree only in a picture. This tree has the same size, depth and width. It has the most likely
+    places if each rank is half as likely as the one before. So lower ranks have larger subtrees.
     """
     places: list[tuple[int, int]] = []
-    waiting = [(1 + rank, 1, -1, rank) for rank in range(TOP_K)]  # the more halvings, the less likely
+    waiting = [(1 + rank, 1, -1, rank) for rank in range(TOP_K)]  # first the number of halvings
     while len(places) < RECYCLED_NODES:
         halvings, depth, parent, rank = heapq.heappop(waiting)
         places.append((parent, rank))
@@ -50,7 +50,7 @@ STATIC_TREE = static_tree()
 
 
 class PublishedSource(GuessSource):
-    """One of the methods as a source, which is never left out."""
+    """One of the methods as a source, which is asked in every step."""
 
     is_free = True
     guesser: type["Recycled"]
@@ -60,7 +60,7 @@ class PublishedSource(GuessSource):
 
 
 class Recycled(Guesser):
-    """What the model said after each token, where it stood last."""
+    """The model's last predictions after each token."""
 
     def __init__(self) -> None:
         self._said: dict[int, list[int]] = {}
@@ -71,12 +71,12 @@ class Recycled(Guesser):
         return (self._right / self._seen).tolist()
 
     def _learn(self, tokens: list[int], logits: torch.Tensor) -> None:
-        """Learn what the model said after each token. logits: [len(tokens), vocabulary]."""
+        """Learn the model's predictions after each token. logits: [len(tokens), vocabulary]."""
         top_k = logits.topk(min(TOP_K, logits.shape[-1]), dim=-1).indices
         self._said.update(zip(tokens, top_k.tolist(), strict=True))
 
     def _learn_prompt(self, text: list[int], logits: torch.Tensor) -> None:
-        """Learn what the model said after the last tokens of a prompt, for which there are logits."""
+        """Learn the model's predictions after the last tokens of a prompt, which have logits."""
         logits = logits[-len(text) :]
         self._learn(text[-len(logits) :], logits)
 
@@ -96,11 +96,11 @@ class Recycled(Guesser):
 
 
 class TokenRecycling(Recycled):
-    """A tree of one shape, filled with what the model said after the token of each place's parent."""
+    """A tree of fixed shape, filled with the model's predictions after each parent's token."""
 
     def _after(self, text: list[int]) -> "Growing":
         tree, chances = Growing(text[-1]), self._chances()
-        nodes = {-1: ROOT}  # by place; a place that has no token has no node
+        nodes = {-1: ROOT}  # by place; a place without a token has no node
         for place, (above, rank) in enumerate(STATIC_TREE):
             said = self._said.get(tree.tokens[nodes[above]], []) if above in nodes else []
             if rank < len(said):
@@ -109,7 +109,7 @@ class TokenRecycling(Recycled):
 
 
 class Followed:
-    """A tree of what followed some tokens, with the number of times."""
+    """A trie of continuations with counts."""
 
     def __init__(self) -> None:
         self.times = 0
@@ -117,12 +117,12 @@ class Followed:
 
 
 class Racer(Recycled):
-    """What followed the last two tokens of the text wherever they stood, most frequent first; then recycled logits.
+    """All continuations of the last two tokens in the text, most frequent first; then recycled logits.
 
-    The paper looks up all suffixes of two tokens or more in an Aho-Corasick automaton of 10-grams and takes the
-    continuations with the highest counts. Those are the ones below the suffix of two tokens, whose counts include those
-    of every longer one. So a plain tree of 10-grams finds the same. The automaton forgets what was unused for longest
-    when it is full; this tree holds a call's texts whole.
+    The paper looks up all suffixes of two tokens or more in an Aho-Corasick automaton of 10-grams, and takes the
+    continuations with the highest counts. These are below the suffix of two tokens, whose counts include those of all
+    longer suffixes. So a plain trie of 10-grams finds the same. A full automaton forgets the least recently used
+    n-grams; this trie holds all texts of a call.
     """
 
     def __init__(self) -> None:
@@ -153,7 +153,7 @@ class Racer(Recycled):
         return tree
 
     def _add_followed(self, tree: "Growing", text: list[int]) -> None:
-        waiting: list[tuple[int, int, int, int, int, Followed]] = []  # the most frequent first, then the shallowest
+        waiting: list[tuple[int, int, int, int, int, Followed]] = []  # most frequent first, then lowest depth
         numbers = itertools.count()
 
         def wait(node: int, depth: int, above: Followed) -> None:
@@ -168,13 +168,13 @@ class Racer(Recycled):
             wait(tree.add(parent, token, below.times / (above.times + 1)), depth + 1, below)
 
     def _add_recycled(self, tree: "Growing") -> None:
-        """Fill the tree with what was said after its tokens, breadth first from the root.
+        """Fill the tree with recycled logits, breadth-first from the root.
 
-        The root has TOP_K children. Each child may have half as many as the sibling before it, and the first child half
-        as many as its parent, the root's first as many; at least one (section 3.1, equation 3).
+        The root has TOP_K children, and so has its first child. Any other first child may have half as many children as
+        its parent, and any later child half as many as the sibling before it; at least one (section 3.1, equation 3).
         """
         chances = self._chances()
-        waiting = deque([(ROOT, TOP_K, TOP_K)])  # a node, its children, the children of its first child
+        waiting = deque([(ROOT, TOP_K, TOP_K)])  # a node, and how many children it and its first child may have
         while waiting:
             node, breadth, first = waiting.popleft()
             for rank, token in enumerate(self._said.get(tree.tokens[node], [])[:breadth]):
@@ -185,11 +185,11 @@ class Racer(Recycled):
 
 
 class Goose(Recycled):
-    """A spine of what followed the longest match of the text's end, the latest of them; recycled logits branch from it.
+    """A spine that continues the longest, latest match of the text's end; recycled logits branch from it.
 
-    Matched tokens are accepted several times as often as recycled ones. So the tree of the most likely guesses is deep
-    along the spine and wide beside it, which is the paper's point. Its own rules for depth and breadth are not used:
-    the tree grows best-first, by the share of accepted matches of that length, and of accepted guesses of that rank.
+    Matched tokens are accepted several times as often as recycled ones. So a tree of the most likely guesses is deep
+    along the spine and wide beside it, which is the paper's point. The paper's rules for depth and breadth are not
+    used: the tree grows best-first, by the acceptance of matches of the same length, and of guesses of the same rank.
     """
 
     def __init__(self) -> None:
@@ -214,7 +214,7 @@ class Goose(Recycled):
         tree, chances = Growing(text[-1]), self._chances()
         spine, length = longest_match(text)
         of_spine = float(self._matches_right[length] / self._matches_seen[length])
-        waiting: list[tuple[float, int, int, float, int]] = []  # most likely first; the last is the place on the spine
+        waiting: list[tuple[float, int, int, float, int]] = []  # most likely first; last, the place on the spine
 
         def wait(node: int, joint: float, place: int) -> None:
             matched = spine[place] if 0 <= place < len(spine) else None
@@ -233,10 +233,10 @@ class Goose(Recycled):
 
 
 def longest_match(text: list[int]) -> tuple[list[int], int]:
-    """Return GOOSE_NODES tokens that followed the longest earlier match of the text's end, and its length up to NGRAM.
+    """Return the GOOSE_NODES tokens after the longest earlier match of the text's end, and its length up to NGRAM.
 
-    At least two tokens must match. Of equally long matches, the latest counts. Behind the text's end, what followed
-    comes again.
+    At least two tokens must match. Among equally long matches, the latest counts. If the tokens reach the text's end,
+    they are repeated.
     """
     tokens, length = np.array(text), 0
     ends = np.arange(1, len(text))  # places after a match of ``length`` tokens
@@ -254,7 +254,7 @@ class Growing:
     def __init__(self, root: int):
         self.tokens = [root]
         self._parents = [-1]
-        self._chances = [1.0]  # that a node is accepted once its parent is
+        self._chances = [1.0]  # probability that a node is accepted if its parent is
         self._nodes: dict[tuple[int, int], int] = {}  # by parent and token
 
     def __len__(self) -> int:
@@ -262,7 +262,7 @@ class Growing:
         return len(self._nodes)
 
     def add(self, parent: int, token: int, chance: float) -> int:
-        """Add a guess, or find it, and return its node. One that is added twice keeps the larger chance."""
+        """Add a guess, or find it, and return its node. A guess that is added twice keeps the larger chance."""
         node = self._nodes.setdefault((parent, token), len(self.tokens))
         if node == len(self.tokens):
             self.tokens.append(token)
@@ -283,7 +283,7 @@ class TokenRecyclingSource(PublishedSource):
 
 
 class RacerSource(PublishedSource):
-    needs = Needs(prompt_logits=2**20)  # of all prompts
+    needs = Needs(prompt_logits=2**20)  # for all tokens of all prompts
     guesser = Racer
 
 

@@ -1,4 +1,4 @@
-"""The figures of each method, from a benchmark's calls."""
+"""The figures of each method, computed from a benchmark's calls."""
 
 import statistics
 
@@ -6,8 +6,8 @@ import numpy as np
 
 RESAMPLES = 2000
 SPREAD = 0.9  # share of the resamples within an interval
-OURS = "auto"  # the method whose time is compared with each other's
-STAGES = (  # what is added, to which method, and the method that has it
+OURS = "auto"  # the method whose time is compared with that of all others
+STAGES = (  # an addition, the method without it, and the method with it
     ("our loop, without guesses", "plain", "steps-of-one"),
     ("products and attention", "steps-of-one-torch", "steps-of-one"),
     ("guesses", "steps-of-one", "auto"),
@@ -22,7 +22,7 @@ def seconds_per_token(rows: list[dict]) -> float:
 
 
 def seconds_per_later_token(rows: list[dict]) -> float | None:
-    """Leave out the first token of each prompt. None if its time was not measured, or if there are no later tokens."""
+    """The same without the first token of each prompt. None if its time is unknown, or if there are no later tokens."""
     later = sum(row["tokens"] - 1 for row in rows)
     if not later or any(row["first_seconds"] is None for row in rows):
         return None
@@ -30,9 +30,10 @@ def seconds_per_later_token(rows: list[dict]) -> float | None:
 
 
 def median_ratios(mine: list[dict], others: list[dict]) -> tuple[float, float | None]:
-    """Return the time per token of ``mine`` as a share of ``others``': the median over the prompts, which are the same.
+    """Return the time per token of ``mine``, divided by that of ``others``: the median over the prompts, which are the
+    same.
 
-    The second is that of the tokens after the first, of the prompts where both are known; None if there are none.
+    The second figure is for the tokens after the first, over prompts with both times; None if there are none.
     """
     pairs = [([a], [b]) for a, b in zip(mine, others, strict=True)]
     whole = statistics.median(seconds_per_token(a) / seconds_per_token(b) for a, b in pairs)
@@ -46,7 +47,7 @@ def _by_method(rows: list[dict]) -> dict[str, list[dict]]:
 
 
 def gains(rows: list[dict]) -> list[dict]:
-    """Return what each part earns: how many times as fast the median prompt is with it, for STAGES that were measured.
+    """Return how many times as fast the median prompt is with each addition, for STAGES that were measured.
 
     rows: as for `summarise`.
     """
@@ -72,7 +73,7 @@ def speedup_interval(base: list[dict], rows: list[dict], seed: int = 0) -> tuple
 
 
 def agreement(rows: list[dict]) -> float:
-    """Return the share of the tokens that stand before the first difference from plain decoding's text."""
+    """Return the share of tokens before the first difference from plain decoding's text."""
     agreeing = sum(row["tokens"] if row["difference"] is None else row["difference"] for row in rows)
     return agreeing / sum(row["tokens"] for row in rows)
 

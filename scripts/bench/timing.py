@@ -1,4 +1,4 @@
-"""How calls are made and timed: from a seed, several methods in turn."""
+"""Make and time calls: from a seed, several methods in turn."""
 
 import signal
 import time
@@ -16,7 +16,7 @@ _spans: list[Span] = []  # of the calls of `timed`
 
 
 def load_for_batches(name: str | None, dtype: str, device: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a model and its tokenizer, which pads to the left, with the end token if it has no other. As `load`."""
+    """`load` a model and its tokenizer, which pads to the left, with the end token if it has no padding token."""
     model, tokenizer = load(name, dtype, device)
     tokenizer.padding_side = "left"
     if tokenizer.pad_token is None:
@@ -27,7 +27,7 @@ def load_for_batches(name: str | None, dtype: str, device: str) -> tuple[PreTrai
 def in_turn(methods: Sequence[str], repeats: int, first: int, call: Callable[[str, int], object]) -> dict[str, list]:
     """Call ``call(method, repeat)`` for each repeat and method; return a list of results for each method.
 
-    The order of the methods rotates from repeat to repeat, so that other load on the machine slows all of them alike.
+    The order of the methods rotates from repeat to repeat, so other load on the machine slows all of them alike.
     first: index, modulo the number of methods, of the method that begins the first repeat.
     """
     calls: dict[str, list] = {method: [] for method in methods}
@@ -39,7 +39,7 @@ def in_turn(methods: Sequence[str], repeats: int, first: int, call: Callable[[st
 
 
 def decoding_options(new_tokens: int, temperature: float) -> dict:
-    """Return options of generate(): greedy at temperature 0, else sampling from the whole vocabulary."""
+    """Return options of generate(): greedy at temperature 0, otherwise sampling from the whole vocabulary."""
     sampling = {"temperature": temperature, "top_k": 0} if temperature else {}
     return {"max_new_tokens": new_tokens, "do_sample": temperature > 0, **sampling}
 
@@ -55,15 +55,15 @@ def timed(model: PreTrainedModel, inputs: BatchEncoding, options: dict, seed: in
 
 
 def why_no_ratios() -> str:
-    """Return why no ratio of this process's calls of `timed` may be shown; "" if the machine was quiet, over all.
+    """Return why rates of this process's calls of `timed` must not be compared; "" if the machine was quiet overall.
 
-    Calls of peers are not watched. They take turns with the others, so a busy machine shows in these.
+    Calls of peers are not watched. They alternate with the others, in which a busy machine shows.
     """
     return why_no_ratio(sum(_spans, Span()))
 
 
 def waited(call: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds of a call, until the device has done its work."""
+    """Return the seconds of a call, including the wait for the device."""
     synchronize(device)
     start = time.perf_counter()
     call()
@@ -73,7 +73,7 @@ def waited(call: Callable[[], object], device: torch.device) -> float:
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError if the body runs longer. Works in the main thread only."""
+    """Raise TimeoutError if the block runs longer. Works only in the main thread."""
 
     def ring(*_) -> None:
         raise TimeoutError(f"took more than {seconds:g} s")

@@ -1,8 +1,8 @@
 """Tiny random models of every architecture in transformers, for comparison with their own generate().
 
-A configuration is made small attribute by attribute. `TINY` holds the sizes, under every name that a family uses. Of
-the layers, the first ones that show every kind of layer of the full-size model are kept. `SETTINGS` holds what a family
-needs besides.
+A configuration is made small attribute by attribute. `TINY` has the sizes, under every name that a family uses. A tiny
+model has the first layers of the full-size model that include every kind of layer. `SETTINGS` has further settings of
+families.
 """
 
 import torch
@@ -13,9 +13,9 @@ from lookahead.models.adapter import POSITION_LIMITS
 VOCABULARY = 61
 BOS, EOS, PAD = 0, 1, 2
 WINDOW = "window"  # stands for the length of sliding windows and chunks
-SPREAD = 8  # factor on the usual standard deviation of weights, 0.02, with which all contexts look alike
+SPREAD = 8  # factor on the usual standard deviation of weights, 0.02, which would make all contexts look alike
 
-# (value, names of the attributes that get it). An attribute that a configuration lacks or leaves None is not set.
+# (value, names of the attributes that get it). Attributes that a configuration lacks, or that are None, are not set.
 _VALUES = [
     (VOCABULARY, "vocab_size"), (BOS, "bos_token_id"), (EOS, "eos_token_id"), (PAD, "pad_token_id"),
     (256, " ".join(POSITION_LIMITS)), (True, "is_decoder"), (False, "tie_word_embeddings"),
@@ -33,7 +33,7 @@ _VALUES = [
     (8, "v_head_dim linear_head_dim linear_key_head_dim linear_value_head_dim index_head_dim global_head_dim"),
     (16, "kv_lora_rank q_lora_rank o_lora_rank"),
     (2, "n_group topk_group num_expert_group o_groups"),
-    (16, "index_n_heads"),  # scores are cut off at 0: with few heads, many keys would tie for the last place
+    (16, "index_n_heads"),  # scores are clipped at 0: with few heads, many keys would tie for the last place
     (8, "query_pre_attn_scalar"),
     # depth, unless there is a list of layers
     (2, "num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_encoder_layers"),
@@ -56,8 +56,8 @@ def _by_name(values: list[tuple[object, str]]) -> dict[str, object]:
 
 
 TINY = _by_name(_VALUES)
-# Other shapes: few positions and a prime number of them, three layers, widths and head counts that are not powers of
-# two, the default `is_decoder`. A family's own entry in SETTINGS takes precedence.
+# Another shape: few positions, a prime number; three layers; widths and head counts that are not powers of two; the
+# default `is_decoder`. A family's own entry in SETTINGS takes precedence.
 ODD = TINY | _by_name([
     (None, "is_decoder"), (97, " ".join(POSITION_LIMITS)),
     (52, "intermediate_size ffn_dim decoder_ffn_dim ffn_hidden_size n_inner dim_ff"),
@@ -86,7 +86,7 @@ GEMMA4 = {
 }
 PER_LAYER_INPUT = {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": VOCABULARY}
 
-# By model type, also of a part such as text_config. None removes what TINY would set.
+# By model type, also of a part such as text_config. None keeps an attribute that TINY would set.
 SETTINGS: dict[str, dict] = {
     **{family: {"rotary_dim": 4} for family in ("codegen", "gptj")},
     **{family: {"mlp_only_layers": [0]} for family in ("flint", "qwen3_moe")},
@@ -145,7 +145,7 @@ SETTINGS: dict[str, dict] = {
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"], **MAMBA},
     "granitemoeshared": {"shared_intermediate_size": 16},
     "jamba": {"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1},
-    "kimi_linear": {"linear_head_dim": 32},  # of what is read by a product
+    "kimi_linear": {"linear_head_dim": 32},
     "laguna": {**MIXED, "num_attention_heads_per_layer": [4, 8]},
     "lfm2": {"layer_types": ["conv", "full_attention"], "full_attn_idxs": None},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
@@ -181,14 +181,14 @@ SETTINGS: dict[str, dict] = {
 
 
 def _can_be_set(config: PreTrainedConfig, name: str) -> bool:
-    """Tell whether the attribute exists, is not None, and is not computed from others."""
+    """Whether the attribute exists, is not None, and is not computed from others."""
     found = getattr(type(config), config.attribute_map.get(name, name), None)
     computed = isinstance(found, property) and found.fset is None
     return not computed and getattr(config, name, None) is not None
 
 
 def layers_kept(config: PreTrainedConfig) -> dict[str, list]:
-    """Cut the per-layer lists of ``config`` down to the first layers, two or more, that show every value."""
+    """Cut the per-layer lists of ``config`` to the first layers, at least two, that include every value."""
     lists = {
         name: getattr(config, name)
         for name in PER_LAYER
@@ -206,7 +206,7 @@ def tiny_settings(config: PreTrainedConfig, own: dict, window: int, sizes: dict 
 
     own: settings that take precedence. sizes: one of SHAPES.
     """
-    config.allow_global_per_layer_attribute_access = True  # allows attributes that differ from layer to layer
+    config.allow_global_per_layer_attribute_access = True  # for attributes that differ from layer to layer
     own = {**SETTINGS.get(config.model_type, {}), **own}
     settings = {name: value for name, value in sizes.items() if _can_be_set(config, name)}
     if "kv_lora_rank" in settings:  # latent attention has as many heads for keys as for queries
@@ -234,23 +234,23 @@ def random_model(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
     """Return a random float32 causal LM in eval mode, with logits spread enough for varied texts."""
     torch.manual_seed(seed)
     kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    if not isinstance(config, kind.config_class):  # a model of several parts, whose decoder this class is
+    if not isinstance(config, kind.config_class):  # the class is only the decoder of a model of several parts
         config = config.get_text_config(decoder=True)
     model = kind._from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if not parameter.any():  # biases and gates, which zeros would switch off
+            if not parameter.any():  # biases and gates, which have no effect if they are zero
                 parameter.normal_(std=0.02)
-            elif parameter.ndim >= 2 and not name.endswith("A_log"):  # decay rates: spread wider, they would forget all
+            elif parameter.ndim >= 2 and not name.endswith("A_log"):  # with wider decay rates, states would forget all
                 parameter.mul_(SPREAD)
     model.generation_config.update(pad_token_id=PAD, decoder_start_token_id=BOS, num_return_sequences=1)
     return model
 
 
 def llama(seed: int = 0) -> PreTrainedModel:
-    """Return a random Llama, small, but large enough for everything that speeds up passes.
+    """Return a small random Llama that is large enough for fused passes and packed weights.
 
-    Its vocabulary holds the tokens of the packaged model.
+    Its vocabulary has room for the tokens of the packaged model.
     """
     sizes = {"vocab_size": 4096, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}

@@ -1,4 +1,4 @@
-"""Medusa and EAGLE heads, with the parameter names of the published files, and how they learn what a model will say."""
+"""Medusa and EAGLE heads, with the parameter names of the published files, and their training."""
 
 import itertools
 import math
@@ -19,28 +19,28 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 from bench.own_texts import Text
 from bench.training import descend, optimizers
 
-TOP_K = 8  # most likely tokens of the model that are the target at each place
+TOP_K = 8  # the model's top tokens at each place, which are the target
 MEDUSA_HEADS = 4
-SELF_FED = 4  # times that an EAGLE head goes on from its own features while it is trained
+SELF_FED = 4  # passes of an EAGLE head on its own features in training
 DEEPER = 0.8  # weight of the loss at each depth relative to the one above it (Medusa, section 2.2.1)
 
 
-# -- what the model says of its texts ---------------------------------------------------------------------------------
+# -- the model's states and predictions for its texts -----------------------------------------------------------------
 
 
 @dataclass
 class Example:
-    """A text as the model has read it."""
+    """A text with the model's states and predictions."""
 
     ids: torch.Tensor  # [n], int64
     begin: int
-    states: torch.Tensor  # [n, layers * hidden], bfloat16: what the heads read at each token
+    states: torch.Tensor  # [n, layers * hidden], bfloat16: the heads' input at each token
     likely: torch.Tensor  # [n, TOP_K], int64: the most likely tokens after each token
     chances: torch.Tensor  # [n, TOP_K], float32: their probabilities
 
 
 def grouped(lengths: list[int], rows: int) -> list[list[int]]:
-    """Indices of texts of about the same length, in groups that have at most ``rows`` tokens when padded."""
+    """Group the indices of texts of similar lengths, with at most ``rows`` tokens in a padded group."""
     groups: list[list[int]] = []
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         if not groups or lengths[groups[-1][0]] * (len(groups[-1]) + 1) > rows:
@@ -51,7 +51,7 @@ def grouped(lengths: list[int], rows: int) -> list[list[int]]:
 
 @torch.inference_mode()
 def read_by(model: PreTrainedModel, texts: list[Text], layers: tuple[int, ...]) -> list[Example]:
-    """Compute each text. Padding stands behind the texts, where no token sees it."""
+    """Compute each text. Padding follows the texts, so no token sees it."""
     examples: list[Example | None] = [None] * len(texts)
     groups = grouped([len(text.ids) for text in texts], 4096)
     for done, group in enumerate(groups):
@@ -74,21 +74,21 @@ def read_by(model: PreTrainedModel, texts: list[Text], layers: tuple[int, ...]) 
 class Batch:
     ids: torch.Tensor  # [batch, n]
     states: torch.Tensor
-    likely: torch.Tensor  # in the heads' vocabulary; tokens that it lacks have chance 0
+    likely: torch.Tensor  # in the heads' vocabulary; the chances of tokens that it lacks are 0
     chances: torch.Tensor
     is_written: torch.Tensor  # [batch, n], bool: whether the model has written the token
 
     def behind(self, places: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """For each token so many places ahead of another: whether it counts, and the target behind it.
+        """The targets after each token that has another one ``places`` places before it.
 
-        Returns bool [batch, n - places], then `likely` and `chances` of the rows that count.
+        Returns which of these tokens count, bool [batch, n - places], then their `likely` and `chances`.
         """
         counts = functional.pad(self.is_written[:, places + 1 :], (0, 1))
         return counts, self.likely[:, places:][counts], self.chances[:, places:][counts]
 
 
 def batch_of(examples: list[Example], place_of: torch.Tensor) -> Batch:
-    """place_of: the place in the heads' vocabulary of each token of the model, -1 for none."""
+    """place_of: for each token of the model, its place in the heads' vocabulary, or -1."""
 
     def padded(rows: list[torch.Tensor]) -> torch.Tensor:
         return nn.utils.rnn.pad_sequence(rows, batch_first=True)
@@ -108,7 +108,7 @@ class MedusaHead(nn.ModuleList):
     def __init__(self, projection: torch.Tensor):
         hidden = projection.shape[1]
         block = nn.ModuleDict({"linear": nn.Linear(hidden, hidden)})
-        nn.init.zeros_(block["linear"].weight)  # begin as the model's own projection (Medusa, section 2.2.1)
+        nn.init.zeros_(block["linear"].weight)  # so that the head begins as the model's lm_head (Medusa, section 2.2.1)
         nn.init.zeros_(block["linear"].bias)
         super().__init__([block, nn.Linear(hidden, len(projection), bias=False)])
         self[1].weight.data = projection.clone()
@@ -133,7 +133,8 @@ def rms_norm(states: torch.Tensor, norm: nn.RMSNorm) -> torch.Tensor:
 
 
 class Layer(nn.Module):
-    """A decoder layer. Its pairs see those of the model's features, and those of the head's own on the way to them."""
+    """A decoder layer. A pair sees earlier pairs with the model's features, and the pairs with the head's own features
+    that led to it."""
 
     def __init__(self, config: LlamaConfig, is_third: bool):
         super().__init__()
@@ -154,7 +155,7 @@ class Layer(nn.Module):
     def forward(
         self, entering: torch.Tensor, stream: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], earlier: list
     ) -> torch.Tensor:
-        """earlier: keys and values of the passes before this one; this one's are added."""
+        """earlier: keys and values of earlier passes, to which this pass adds its own."""
         batch, n, _ = entering.shape
         queries, keys, values = (
             self.self_attn[name](entering).view(batch, n, -1, self.size).transpose(1, 2)
@@ -163,7 +164,7 @@ class Layer(nn.Module):
         queries, keys = apply_rotary_pos_emb(queries, keys, *rotary)
         shared = self.heads // self.key_heads
         earlier.append((keys.repeat_interleave(shared, 1), values.repeat_interleave(shared, 1)))
-        own = len(earlier) - 1  # features of the head's own that lead to each pair, this one's included
+        own = len(earlier) - 1  # number of the head's own features that lead to each pair, including its own
         (keys, values), *others = earlier
         sees = torch.ones(n, n, dtype=torch.bool).tril(-own)
         scores = (queries @ keys.transpose(2, 3)).float().masked_fill(~sees, -math.inf)
@@ -183,7 +184,8 @@ class EagleHead(nn.Module):
     """A head of EAGLE, or of EAGLE-3."""
 
     def __init__(self, model: PreTrainedModel, config: LlamaConfig, projection: torch.Tensor, is_third: bool):
-        """projection: the model's rows for the head's vocabulary, [n, hidden], where an EAGLE-3 head's own begins."""
+        """projection: the model's rows for the head's vocabulary, [n, hidden]. An EAGLE-3 head trains a copy of
+        them."""
         super().__init__()
         hidden = config.hidden_size
         self.is_third = is_third
@@ -196,14 +198,14 @@ class EagleHead(nn.Module):
             self.lm_head.weight.data = projection.clone()
         else:
             self.layers = nn.ModuleList([layer])
-        # What is the model's is no parameter: it is neither trained nor written.
+        # Lists hide the model's own modules from torch, so they are neither trained nor written.
         self._layer, self._embed = [layer], [model.get_input_embeddings()]
         self._projection, self._rotary = [projection], [LlamaRotaryEmbedding(config)]
 
     def features(self, batch: Batch, passes: int) -> Iterator[torch.Tensor]:
-        """Yield, for each pass, what each pair (feature of a token, next token) leads to, [batch, n - 1, hidden].
+        """Yield, for each pass, the output for each pair (feature of a token, next token), [batch, n - 1, hidden].
 
-        Pass 0 takes the model's features; each later one takes those that the pass before it has made.
+        Pass 0 uses the model's features; each later pass uses the features of the pass before it.
         """
         with torch.no_grad():
             said = self._embed[0](batch.ids[:, 1:]).float()
@@ -257,7 +259,7 @@ def layer_config(model: PreTrainedModel) -> LlamaConfig:
 
 
 def tokens_of_heads(texts: list[Text], vocabulary: int, most: int) -> torch.Tensor:
-    """Return the model's tokens that the heads know, int64, ascending: all, or those that the texts have most often."""
+    """Return the heads' vocabulary as the model's tokens, int64, ascending: all, or the most frequent in the texts."""
     if vocabulary <= most:
         return torch.arange(vocabulary)
     seen = Counter(token for text in texts for token in text.ids[text.begin :])
@@ -278,7 +280,7 @@ def new_heads(model: PreTrainedModel, kind: str, tokens: torch.Tensor) -> Heads:
 
 
 def loss_of(heads: Heads, batch: Batch) -> torch.Tensor:
-    """Return the cross-entropy with what the model holds likely, over all depths."""
+    """Return the cross-entropy with the model's probabilities, over all depths."""
     total, weights = torch.zeros(()), 0.0
     for depth, (_, logits, likely, chances) in enumerate(heads.said(batch)):
         logits = logits.float()
@@ -290,7 +292,7 @@ def loss_of(heads: Heads, batch: Batch) -> torch.Tensor:
 
 @torch.no_grad()
 def agreement(heads: Heads, examples: list[Example], place_of: torch.Tensor) -> list[float]:
-    """Return, for each depth, how often the most likely token is the model's where all tokens above it are right."""
+    """Return, for each depth, how often the most likely token is the model's if all tokens above it are right."""
     right, places = Counter(), Counter()
     for group in grouped([len(example.ids) for example in examples], 2048):
         batch = batch_of([examples[i] for i in group], place_of)
@@ -303,12 +305,12 @@ def agreement(heads: Heads, examples: list[Example], place_of: torch.Tensor) -> 
 
 
 def tokens_of_chain(shares: list[float]) -> float:
-    """Return the tokens of a step whose guesses are one branch, each depth's most likely, if depths are independent."""
+    """Return the expected tokens of a step with one branch of the most likely guesses, if depths are independent."""
     return 1 + sum(itertools.accumulate(shares, operator.mul))
 
 
 def optimizers_of(heads: Heads, rate: float) -> list[torch.optim.Optimizer]:
-    """Return `optimizers` for heads. Projections begin as the model's, so they get a lower rate than other matrices."""
+    """Return `optimizers` for heads. Projections begin as the model's, so their rate is lower than other matrices'."""
     projections = [p for p in heads.parameters() if p.ndim == 2 and p.shape[0] > 4 * p.shape[1]]
     matrices = [p for p in heads.parameters() if p.ndim == 2 and p.shape[0] <= 4 * p.shape[1]]
     vectors = [p for p in heads.parameters() if p.ndim == 1]
@@ -325,7 +327,7 @@ def train(
 
     def next_loss() -> torch.Tensor:
         if not waiting:
-            lengths = [len(example.ids) + rng.randrange(16) for example in examples]  # other groups in each round
+            lengths = [len(example.ids) + rng.randrange(16) for example in examples]  # so that groups vary
             waiting.extend(grouped(lengths, rows))
             rng.shuffle(waiting)
         with torch.autocast("cpu", torch.bfloat16):

@@ -1,4 +1,4 @@
-"""Training on two cores: its text, its optimizers, its steps."""
+"""Training on a CPU: texts, optimizers and steps."""
 
 import hashlib
 import math
@@ -26,7 +26,7 @@ def standard_library() -> tuple[list[str], list[str]]:
 
 
 def optimizers(matrices: list, others: list, rate: float) -> list[torch.optim.Optimizer]:
-    """Return Muon for matrices of layers, and AdamW for other parameters, or for groups with rates of their own."""
+    """Return Muon for matrices of layers, and AdamW for other parameters, or for groups with their own rates."""
     return [
         torch.optim.Muon(matrices, lr=rate, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(others, lr=rate, betas=(0.9, 0.95), weight_decay=0.0),

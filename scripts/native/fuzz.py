@@ -39,13 +39,13 @@ PAGE = mmap.PAGESIZE
 
 
 class Guarded:
-    """Memory whose last byte is followed by a page that can be neither read nor written."""
+    """Memory that ends at a page which can be neither read nor written."""
 
     def __init__(self) -> None:
         self._maps: list[tuple[int, int]] = []
 
     def room(self, size: int) -> np.ndarray:
-        """Return uint8 [size], all 0xff: no number of any dtype."""
+        """Return uint8 [size], all 0xff, which is NaN in any float dtype."""
         whole = -(-max(size, 1) // PAGE) * PAGE
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         begin = _libc.mmap(None, whole + PAGE, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
@@ -80,7 +80,7 @@ class Guarded:
 
 @contextmanager
 def guarded() -> Iterator[Guarded]:
-    """All that the kernels' Python allocates in this block is guarded, too."""
+    """In this block, memory that the kernels' Python allocates is guarded, too."""
     memory = Guarded()
     fake = SimpleNamespace(**{name: getattr(np, name) for name in dir(np)} | {"empty": memory.numpy_empty})
 
@@ -100,7 +100,7 @@ def guarded() -> Iterator[Guarded]:
 
 
 def random_form(rng: random.Random, inputs: int, dtype: torch.dtype) -> Format | None:
-    """A form of GGUF in which rows of so many weights can be; None if there is none."""
+    """A format of GGUF whose blocks divide rows of ``inputs`` weights; None if there is none."""
     forms = [form for form in Format if form.is_in_blocks and inputs % form.block[0] == 0]
     return rng.choice(forms) if forms and dtype == torch.float32 else None
 
@@ -113,7 +113,7 @@ def random_weights(form: Format, outputs: int, inputs: int) -> torch.Tensor:
 def random_linear(
     rng: random.Random, memory: Guarded, outputs: int, inputs: int, dtype: torch.dtype, transposes: bool = False
 ) -> Linear:
-    """A layer of any format that a pass takes. transposes: also one that must be copied."""
+    """A layer in any format that a pass supports. transposes: it may be transposed, and so must be copied."""
     bias = memory.copy(torch.randn(outputs).to(dtype)) if rng.random() < 0.3 else None
     weight = torch.randn(outputs, inputs) * inputs**-0.5
     kind = rng.choice(["plain", "bf16", "bytes", "grouped", "int4", "q8", "q4", "mxfp4", "odd", "gguf", "gguf"])
@@ -150,13 +150,13 @@ def random_linear(
 
 
 class RandomProgram:
-    """Writes a decoder of random shape, with all that its families have."""
+    """Writes a decoder of random shape, with features of all families."""
 
     def __init__(self, rng: random.Random, memory: Guarded, dtype: torch.dtype, size: int, heads: int, key_heads: int):
         self.rng, self.memory, self.dtype = rng, memory, dtype
         self.size, self.heads, self.key_heads = size, heads, key_heads
-        self.layer, self.positions = -1, 0  # of the cache; that its texts have
-        self.shapes: dict[int, tuple[int, int]] = {}  # by layer of the cache: numbers of a head of keys, and of values
+        self.layer, self.positions = -1, 0  # last layer of the cache; most positions of a text
+        self.shapes: dict[int, tuple[int, int]] = {}  # by layer of the cache: sizes of a key and of a value
         self.latents: set[int] = set()
         self.operations: list[op.Operation] = []
         self.kept = 0
@@ -176,7 +176,7 @@ class RandomProgram:
         return operation.out
 
     def norm(self, x: Value, size: int = 0, chance: float = 1.0) -> Value:
-        """size: of heads, or of all heads together."""
+        """size: numbers that are normalized together, or 0 for all."""
         if self.rng.random() > chance:
             return x
         of_heads, size = bool(size), size or x.width
@@ -199,7 +199,7 @@ class RandomProgram:
     def attention(self, x: Value, norms: str) -> Value:
         size = value_size = self.size
         lenders = [layer for layer in self.shapes if layer not in self.latents]
-        if lenders and self.rng.random() < 0.2:  # the keys and values of another layer
+        if lenders and self.rng.random() < 0.2:  # use the keys and values of another layer
             layer = self.rng.choice(lenders)
             size, value_size = self.shapes[layer]
             (q,) = self.products(x, self.heads * size)
@@ -212,7 +212,7 @@ class RandomProgram:
             if self.heads * value_size % products.STRIDE[self.dtype]:
                 value_size = self.size
         widths = self.heads * size, self.key_heads * size
-        if kind == "joined":  # heads of a group stand together
+        if kind == "joined":  # queries, keys and values of a group are adjacent
             group = self.heads // self.key_heads + 2
             (joined,) = self.products(x, self.key_heads * group * size)
             places = (0, group - 2), (group - 2, 1), (group - 1, 1)
@@ -273,7 +273,7 @@ class RandomProgram:
         return self.products(self.add(op.Gate(inner, Value(width), "identity", after)), x.width)[0]
 
     def linear_attention(self, x: Value) -> Value:
-        """The gated delta rule behind convolutions."""
+        """The gated delta rule after convolutions."""
         keys, values = (self.rng.choice([2, 8, 16, 24, 64, 128]) for _ in range(2))
         key_heads, groups = self.rng.randint(1, 3), self.rng.randint(1, 2)
         heads = key_heads * groups
@@ -299,7 +299,7 @@ class RandomProgram:
         return self.products(gated, x.width)[0]
 
     def scanned(self, x: Value) -> Value:
-        """Mamba-2 behind convolutions."""
+        """Mamba-2 after convolutions."""
         keys, size = self.rng.choice([2, 8, 16, 24, 64, 128]), self.rng.choice([2, 8, 16, 24, 64, 80])
         key_heads, groups = self.rng.randint(1, 3), self.rng.randint(1, 3)
         heads = key_heads * groups
@@ -320,7 +320,7 @@ class RandomProgram:
         return self.products(self.add(normed), x.width)[0]
 
     def next_layer(self) -> int:
-        """A layer of the cache, which may leave some out."""
+        """The next layer of the cache, which may skip some."""
         self.layer += self.rng.choice([1, 1, 2])
         return self.layer
 
@@ -343,7 +343,7 @@ class RandomProgram:
     def experts(self, x: Value, width: int) -> Value:
         count, settings = self.rng.choice([1, 2, 5, 20]), dict[str, Any]()
         of = [self.linear(count, x.width)]
-        if self.dtype == torch.bfloat16:  # which rounds scores to ties: the bias decides instead
+        if self.dtype == torch.bfloat16:  # rounding makes scores tie, so the bias decides
             bias = 100.0 * torch.randperm(count)
             of[0] = of[0]._replace(bias=self.memory.copy(bias.to(self.dtype)))
         if self.rng.random() < 0.5:
@@ -360,12 +360,12 @@ class RandomProgram:
             if not settings["is_apart"] and self.rng.random() < 0.3:
                 settings |= {"limit": self.rng.choice([0.2, 7.0]), "alpha": 1.7}
             settings |= {name: self.rng.random() < 0.3 for name in ("ranks_scores", "weighs_inputs")}
-            if "nearness" not in settings:  # which would choose among scores that are all at the cap
+            if "nearness" not in settings:  # with it, all scores would be at the cap
                 settings["cap"] = self.rng.choice([0.0, 0.0, 2.0])
             if self.rng.random() < 0.5:
                 settings["router"] = self.memory.copy(torch.randn(count, x.width) * x.width**-0.5)
                 of = []
-            if self.dtype == torch.bfloat16:  # then the correction decides, also among sums of two
+            if self.dtype == torch.bfloat16:  # the correction decides, also between sums of two scores
                 of_scores = 1e4 if settings["ranks_scores"] else 1.0
                 settings["correction"] = self.memory.copy(of_scores * 8.0 ** torch.randperm(count))
             elif self.rng.random() < 0.5:
@@ -410,7 +410,7 @@ class RandomProgram:
         return self.products(gated, x.width)[0]
 
     def through_streams(self, x: Value) -> Value:
-        """x, and one of the streams of a row, as in Gemma 3n, when sums of all of them were added to each."""
+        """x, plus one of a row's streams (Gemma 3n), to each of which sums of all streams were added."""
         count, routed, width = self.rng.randint(1, 4), self.rng.randint(1, 5), x.width
         streams = self.add(op.Scale(x, Value(width), 0.5, self.numbers(width, mean=1.0)))
         for made in self.products(x, *[width] * (count - 1)) if count > 1 else ():
@@ -458,7 +458,7 @@ class RandomProgram:
 
 
 def assert_near(got: torch.Tensor, expected: torch.Tensor, allowed: float, what: str, size: float = 1e-30) -> None:
-    """size: of a usual result, where those that are expected may all be nearly 0."""
+    """size: typical size of results, if the expected ones may all be nearly 0."""
     assert got.shape == expected.shape, f"{what} is of shape {tuple(got.shape)}, not {tuple(expected.shape)}"
     if not expected.numel():
         return
@@ -487,7 +487,7 @@ def run_program(seed: int) -> str:
         positions_of_all = max(shape.end for shape in shapes)
         writer = RandomProgram(rng, memory, dtype, size, heads, key_heads)
         program = writer.write(vocabulary, width, intermediate, layers, positions_of_all)
-        assert executor.serves(program), "it must be served"
+        assert executor.serves(program), "the program is not supported"
         packs = program.is_transposed or rng.random() < 0.7
         ready = Executor(executor.pack(program, {}, indexes=True) if packs else program)
         rotary = {}
@@ -532,15 +532,15 @@ def run_program(seed: int) -> str:
 
 
 class SequenceShape(NamedTuple):
-    """How long a sequence is, and how many rows of it a pass has."""
+    """The length of a sequence, and its rows in a pass."""
 
     rows: int
     held: int
     """Keys in its cache before the pass."""
     computed: int
-    """Of these, rows of the same step."""
+    """Number of these keys that belong to the same step."""
     dropped: int
-    """Positions that the cache has held before."""
+    """Positions before the cache's first key."""
 
     @classmethod
     def drawn(cls, rng: random.Random) -> "SequenceShape":
@@ -554,7 +554,7 @@ class SequenceShape(NamedTuple):
 
 
 class RandomRows:
-    """The rows of a sequence of this shape, and its cache."""
+    """The rows and the cache of a sequence of this shape."""
 
     def __init__(self, shape: SequenceShape, rng: random.Random, memory: Guarded, program: Program):
         rows, held, computed, dropped = self.shape = shape
@@ -607,7 +607,7 @@ class RandomRows:
         return Reference(program, self.ids, self.positions, rotary, before, hidden, *states, wide, start)
 
     def commit(self, ready: Executor, b: int, plain: Reference, rng: random.Random, allowed: float) -> None:
-        """Commit a path, or nothing if the pass has done it."""
+        """Commit a path, unless the pass has already committed."""
         path = list(range(self.shape.rows)) if self.commits else plain.path_to(rng.randrange(self.shape.rows))
         if not self.commits:
             for layer, state in self.states.items():
@@ -619,7 +619,7 @@ class RandomRows:
                     assert_near(got, expected, allowed, f"{what} of layer {layer}", 1.0)
 
     def move(self, rng: random.Random) -> None:
-        """Keep some of the rows, as a commit does."""
+        """Keep some of the rows in the cache, as a commit does."""
         rows, held, _, _ = self.shape
         sources = np.sort(np.array(rng.sample(range(held, held + rows), rng.randint(1, rows)), np.int64))
         buffers = [states[None] for cache in self.caches.values() for states in cache]
@@ -641,7 +641,7 @@ def kernels_alone(
     size: int,
     held: int,
 ) -> None:
-    """Products and attention of single layers, and the choice of a token."""
+    """Check products and attention of single layers, and the choice of a token."""
     dtype, rows = logits.dtype, rng.choice([1, 5, 17, 40])
     query = memory.copy(torch.randn(1, heads, rows, size).to(dtype))
     keys, values = (memory.copy(torch.randn(1, key_heads, held + rows, size).to(dtype)) for _ in range(2))

@@ -1,7 +1,7 @@
-"""Takes the C++ that `test_native.py` has built: kernels from the folder KERNELS for the capability CAPABILITY, or the
-loops of pools from the folder POOL.
+"""Load the libraries of `test_native.py`: kernels for the capability CAPABILITY from the folder KERNELS, or the loops
+of pools from the folder POOL.
 
-It is imported before anything else of the package, which looks at the capability when it is imported.
+Import it before the package, which reads the capability when it is imported.
 """
 
 import os
@@ -24,4 +24,4 @@ else:
     native.HAS_AMX = native.CAPABILITY == "AVX512_AMX"
     missing = native.why_missing()
 if missing:
-    raise SystemExit(f"it was not built, or cannot be loaded: {missing}")
+    raise SystemExit(f"the library was not built, or cannot be loaded: {missing}")

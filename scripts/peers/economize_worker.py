@@ -1,7 +1,7 @@
-"""economize, techniques around a model of transformers, and its prompt lookup. See protocol.py and install.sh.
+"""economize, a library for models of transformers, and its prompt lookup. See protocol.py and install.sh.
 
 Methods:
-lookup  what followed the last 3 tokens or fewer where they stood first, up to 7 guesses in each pass
+lookup  the continuation of the first occurrence of the last 3 tokens or fewer, up to 7 guesses in each pass
 """
 
 import os
@@ -15,7 +15,7 @@ MOST_GUESSES = 7
 
 
 class FirstToken:
-    """A streamer that notes when the first token came. What is put before is the prompt."""
+    """A streamer that records the time of the first token, which is put after the prompt."""
 
     def __init__(self) -> None:
         self.times: list[float] = []

@@ -57,7 +57,7 @@ def load_llama(folder: Path, dtype: str):  # noqa: ANN201
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(**llama_options(json.loads((folder / "config.json").read_text(encoding="utf-8"))))
-    # Build the model in its dtype, as from_pretrained does. A later cast would take the rotary frequencies along.
+    # Build the model in its dtype, as from_pretrained does. A later cast would also cast the rotary frequencies.
     torch.set_default_dtype(getattr(torch, dtype))
     model = LlamaForCausalLM(config)
     torch.set_default_dtype(torch.float32)
@@ -72,7 +72,7 @@ def load(chosen: Namespace) -> tuple[Decode, dict[str, str]]:
     sizes = lade_sizes(chosen.method)
     ends = end_tokens(chosen.model)
     if sizes and len(ends) > 1:
-        raise ValueError(f"lade ends a text at one token only, the model at any of {ends}: compare without lade")
+        raise ValueError(f"lade ends a text only at one token, the model at any of {ends}: compare without lade")
     os.environ["OMP_NUM_THREADS"] = str(chosen.threads)  # torch reads this when it is imported
     import torch
 
@@ -81,7 +81,7 @@ def load(chosen: Namespace) -> tuple[Decode, dict[str, str]]:
         import lade
 
         os.environ["USE_LADE"] = "1"
-        # Only after the model was built: building a Llama afterwards fails.
+        # After the model was built, because building a Llama fails afterwards.
         lade.augment_all()
         lade.config_lade(WINDOW_SIZE=sizes[0], LEVEL=sizes[1], GUESS_SET_SIZE=sizes[2], DEBUG=0)
     passes: list[None] = []
@@ -90,7 +90,7 @@ def load(chosen: Namespace) -> tuple[Decode, dict[str, str]]:
 
     def decode(request: Request) -> Answer:
         if sizes and request.temperature > 0:
-            raise ValueError(f"lade decodes greedily only: temperature has to be 0, got {request.temperature}")
+            raise ValueError(f"lade decodes only greedily: temperature has to be 0, got {request.temperature}")
         (prompt,) = request.prompts
         sampling = {"temperature": request.temperature, "top_k": 0} if request.temperature > 0 else {}
         torch.manual_seed(request.seed)

@@ -3,14 +3,14 @@
 See protocol.py, and install.sh for the environment: the server is built there for the processor that it runs on, and
 llama.cpp's own script converts the model's folder to GGUF (kept in DIR/llama/models; delete it when you like).
 
-Methods (speculation is set up as it is by default):
+Methods (with default settings of speculation):
 plain          no speculation, the weights in --dtype
-ngram-simple   what followed the last 12 tokens where they stood before
+ngram-simple   the continuation of an earlier occurrence of the last 12 tokens
 ngram-mod      a hashed table of the last 24 tokens' successors
 q8_0, q4_0     no speculation, the weights in blocks of 8 or 4 bits: another model, whose texts may differ
 
-The prompt is computed anew for each request. `seconds` is by the clock around a request over HTTP, which waits for the
-whole text, so that no token is delayed by being sent. The time after the first token is the server's own account.
+The prompt is computed again for each request. `seconds` is the wall-clock time of a request over HTTP. It is not
+streamed, so sending delays no token. The time after the first token is the server's own account.
 """
 
 import atexit
@@ -31,8 +31,8 @@ QUANTIZED = ("q8_0", "q4_0")
 METHODS = ("plain", "ngram-simple", "ngram-mod", *QUANTIZED)
 SPECULATION = ("ngram-simple", "ngram-mod")
 TYPES = {"float32": "f32", "bfloat16": "bf16"}
-MOST_POSITIONS = 8192  # the server keeps memory for as many
-ROOT = Path(sys.prefix)  # what install.sh has made
+MOST_POSITIONS = 8192  # the server allocates memory for them
+ROOT = Path(sys.prefix)  # the environment that install.sh has made
 SERVER = ROOT / "build" / "bin" / "llama-server"
 QUANTIZER = ROOT / "build" / "bin" / "llama-quantize"
 CONVERTER = ROOT / "source" / "llama.cpp" / "convert_hf_to_gguf.py"
@@ -40,10 +40,10 @@ PATIENCE = 300  # seconds that a server has to load a model
 
 
 def convert(model: Path, kind: str) -> Path:
-    """Return the model as GGUF, and write it if it is not there. Raises RuntimeError with llama.cpp's reason."""
+    """Return the model as a GGUF file, which is written if necessary. Raises RuntimeError with llama.cpp's reason."""
 
     def write(unfinished: Path) -> None:
-        if kind == "q4_0":  # which the script does not write
+        if kind == "q4_0":  # the script cannot write this format
             command = [QUANTIZER, "--pure", convert(model, TYPES["float32"]), unfinished, kind]
         else:
             command = [sys.executable, CONVERTER, model, "--outfile", unfinished, "--outtype", kind]
@@ -56,7 +56,7 @@ def convert(model: Path, kind: str) -> Path:
 
 
 def body(request: Request) -> dict:
-    """Return the server's request: greedy, or samples of the whole vocabulary at a temperature."""
+    """Return the server's request: greedy, or sampling from the whole vocabulary at a temperature."""
     if request.temperature > 0:
         chosen = {"samplers": ["temperature"], "temperature": request.temperature, "seed": request.seed % 2**32}
     else:
@@ -68,10 +68,10 @@ def body(request: Request) -> dict:
 
 
 def answer(said: dict, seconds: float, speculates: bool) -> Answer:
-    """Return the answer for what the server said. seconds: by the clock.
+    """Return the answer for the server's response. seconds: wall-clock time.
 
-    A pass that verifies guesses writes one token more than it accepts. So the passes are the tokens after the first,
-    less those accepted.
+    A pass that verifies guesses writes one token more than it accepts. So the number of passes is the number of tokens
+    after the first, minus the accepted ones.
     """
     timings, ids = said["timings"], said["tokens"]
     later = timings["predicted_ms"] / 1000
@@ -103,10 +103,8 @@ class Server:
         ]  # fmt: skip
         try:
             self._begin(command)
-        except (
-            Crashed
-        ):  # Its kernels for Intel's AMX, which it repacks quantised weights for, crash on some processors.
-            print(f"{method}: llama-server crashed, and begins again with --no-repack", file=sys.stderr)
+        except Crashed:  # Its AMX kernels, for which it repacks quantized weights, crash on some processors.
+            print(f"{method}: llama-server crashed and restarts with --no-repack", file=sys.stderr)
             self._begin([*command, "--no-repack"])
 
     def _begin(self, command: list[str]) -> None:
@@ -150,7 +148,7 @@ def load(chosen: Namespace) -> tuple[Decode, dict[str, str]]:
 
     def decode(request: Request) -> Answer:
         if len(request.prompts) > 1:
-            raise ValueError("llama.cpp is asked for one prompt at a time here")
+            raise ValueError("this worker takes one prompt at a time")
         asked = body(request)
         start = time.perf_counter()
         said = server.ask("completion", asked)

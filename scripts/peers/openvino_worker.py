@@ -5,9 +5,9 @@ DIR/openvino/models; delete it when you like). Passes and the cache are in --dty
 
 Methods:
 plain          no speculation
-prompt-lookup  what followed the last 3 tokens or fewer where they stood before, 5 guesses in each pass
+prompt-lookup  the continuation of an earlier occurrence of the last 3 tokens or fewer, 5 guesses in each pass
 
-`seconds` is by the clock. The time of the first token is the library's own account.
+`seconds` is wall-clock time. The time of the first token is the library's own account.
 """
 
 import json
@@ -30,7 +30,7 @@ def export(model: Path, folder: Path) -> None:
     from optimum.exporters.openvino import main_export
     from optimum.intel import OVConfig
 
-    # Without a configuration, models of a billion parameters and more would be exported in 8 bits.
+    # Without ov_config, models of a billion parameters and more would be exported in 8 bits.
     main_export(str(model), folder, task="text-generation-with-past", ov_config=OVConfig())
 
 
@@ -46,8 +46,8 @@ def load(chosen: Namespace) -> tuple[Decode, dict[str, str]]:
     speculates = chosen.method == "prompt-lookup"
     config = json.loads((chosen.model / "config.json").read_text(encoding="utf-8"))
     scheduler = genai.SchedulerConfig()
-    scheduler.enable_prefix_caching = False  # a repeated prompt costs as much as the first time
-    scheduler.max_num_batched_tokens = config["max_position_embeddings"]  # reads a prompt in one pass
+    scheduler.enable_prefix_caching = False  # so that a repeated prompt costs as much as the first time
+    scheduler.max_num_batched_tokens = config["max_position_embeddings"]  # computes a prompt in one pass
     scheduler.cache_size = CACHE_GIB
     precision = PRECISIONS[chosen.dtype]
     pipeline = genai.LLMPipeline(

@@ -1,4 +1,4 @@
-"""ONNX Runtime GenAI on the CPU, in float32 whatever --dtype says, and its guesses of n-grams.
+"""ONNX Runtime GenAI on the CPU, in float32 for any --dtype, and its n-gram speculation.
 
 See protocol.py, and install.sh for the environment. Its own builder exports the model's folder (kept in
 DIR/ortgenai/models; delete it when you like). Its kernels for CPUs have no bf16, so the texts are those of the same
@@ -6,7 +6,7 @@ weights in float32.
 
 Methods:
 plain  no speculation
-ngram  what followed the last 3 tokens where they stood before; how many guesses follows from the measured speed
+ngram  the continuation of an earlier occurrence of the last 3 tokens; measured speed decides the number of guesses
 """
 
 import json

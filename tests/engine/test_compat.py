@@ -269,7 +269,7 @@ def test_hooks(model):
 
 
 def test_copies_of_modules(model):
-    """Children of its own, and everything else shared; what was compiled of the original is not run."""
+    """A copy has its own children and shares everything else; it does not run the original's compiled call."""
     model.model.compile(backend="eager")
     head = nn.Linear(1, 1)
     copied = copies.copy_of_module(model, {"lm_head": head})

@@ -194,7 +194,7 @@ def test_a_session_that_finds_other_times_is_followed(tmp_path):
 
 
 def test_a_pause_while_costs_were_measured_is_found_out(tmp_path):
-    """Something else ran when sixteen rows were measured at length."""
+    """Another program ran while sixteen rows were measured."""
     truth = StepCosts(10e-3 + 1e-3 * np.array(RUNGS), np.array([1e-6, 1e-7]))
     found = StepCosts(10e-3 + 1e-3 * np.array(RUNGS), np.array([1e-6, 5e-5]), path=tmp_path / "costs.json")
     found.save()
@@ -279,7 +279,7 @@ def test_costs_that_cannot_be_measured_are_assumed(works, clock, tmp_path, monke
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from([1, 2, 3, 8, 40, 128]), st.floats(1e-4, 1.0)), max_size=60))
 def test_fewer_rows_never_cost_more_however_noisy_the_passes_are(passes):
-    """A number of rows that is seldom used would keep what a busy minute made of it."""
+    """Otherwise a rarely used number of rows would keep its time from a busy minute."""
     costs = StepCosts(np.linspace(1e-3, 1e-2, len(RUNGS)), np.zeros(2))
     for rows, seconds in passes:
         costs.follow(rows, 10, seconds)

@@ -1,4 +1,4 @@
-"""What importing the package takes, and what it does without."""
+"""The time of importing the package, and which modules it does not import."""
 
 import subprocess
 import sys
@@ -11,7 +11,7 @@ HEAVY = ["torch", "transformers", "numpy"]
 
 
 def python(code: str) -> str:
-    """What ``code`` prints in a process of its own."""
+    """Return what ``code`` prints in its own process."""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -1,4 +1,4 @@
-"""Wrapping and unwrapping: what a wrapped model says of itself, and what threads may do to it meanwhile."""
+"""Wrapping and unwrapping: what a wrapped model reports, and what other threads may do meanwhile."""
 
 import copy
 import functools

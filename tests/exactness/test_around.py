@@ -50,7 +50,7 @@ def assert_same_texts(model):
 
 @pytest.mark.parametrize("name", sorted((AROUND | OF_QWEN) & {name for name in TYPES if hasattr(transformers, name)}))
 def test_texts_are_those_of_the_model(name):
-    """Some tokens of the prompts stand for images or sounds that are not there."""
+    """Some tokens of the prompts are placeholders for missing images or sounds."""
     config = tiny_config(TYPES[name])
     for setting in config.to_dict():
         if KINDS.match(setting):

@@ -1,4 +1,4 @@
-"""Batches: what they return, how they sample, and that each sequence costs no more than its own steps."""
+"""Batches: their results, their sampling, and that each sequence takes only its own steps."""
 
 import random
 
@@ -117,7 +117,7 @@ def test_equal_prompts_of_a_batch(model):
 
 
 def test_each_sequence_stops_on_its_own(model, inputs):
-    """Every token of a sequence serves as its end once; what has ended takes no more steps and is padded."""
+    """Each token of a sequence is once its end; a sequence that has ended takes no more steps and is padded."""
     start = inputs["input_ids"].shape[1]
     texts = model.generate(**inputs, max_new_tokens=30, do_sample=False)[:, start:].tolist()
     lookahead.wrap(model)

@@ -1,4 +1,4 @@
-"""Callbacks, and what generate()'s own loop calls: they see and do what they see and do in plain decoding."""
+"""Callbacks, and other functions that generate()'s own loop calls, see and do the same as in plain decoding."""
 
 import ast
 import random
@@ -34,7 +34,7 @@ CONFIG = LookaheadConfig(budget=8)
 
 
 class Noting:
-    """Notes what it is given, and all that it does depends on how often it was called."""
+    """Records its arguments. Its effect depends on how often it was called."""
 
     def __init__(self, kind):
         self.kind, self.seen = kind, []
@@ -75,7 +75,7 @@ class Streamed(list):
 
 
 def written(model, inputs, options, seed=0):
-    """The text, and the state of torch's generator behind it."""
+    """The text, and the state of torch's generator after it."""
     torch.manual_seed(seed)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

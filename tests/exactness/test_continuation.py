@@ -82,7 +82,7 @@ def test_positions_that_a_caller_gives():
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma2", "llama4_text", "lfm2"])
 def test_plain_and_lookahead_take_turns(model_type):
-    """Either continues on what the other left, dynamic layers or ours."""
+    """Each continues on the other's cache, with dynamic layers or ours."""
     model = tiny_model(model_type)
     first = random_prompt(random.Random(2))
     options = {"max_new_tokens": 15, "do_sample": False, "eos_token_id": None}
@@ -116,7 +116,7 @@ def test_what_is_cached_is_not_computed_again():
 @pytest.mark.parametrize("model_type", ["llama", "gemma2", "lfm2"])
 @pytest.mark.parametrize("at", [1, 2, 5, 16])
 def test_a_cache_survives_a_failure(model_type, at):
-    """After an error the caller's cache holds what it held before the call, and the same call again is right."""
+    """After an error, the caller's cache is as before the call, and repeating the call gives the right text."""
     model = tiny_model(model_type)
     ids = random_prompt(random.Random(4))
     options = {"max_new_tokens": 25, "do_sample": False, "eos_token_id": None}
@@ -142,7 +142,7 @@ def test_a_cache_survives_a_failure(model_type, at):
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "gemma2", "lfm2"])
 def test_prompts_of_embeddings(model_type):
-    """With inputs_embeds alone only what is new is returned; with input_ids as well, they come first."""
+    """With inputs_embeds alone, only new tokens are returned; with input_ids as well, these come first."""
     model = tiny_model(model_type)
     ids = random_prompt(random.Random(5), longest=30)
     embeds = model.get_input_embeddings()(ids).detach()

@@ -544,7 +544,7 @@ def test_guesses_do_not_change_a_bit(family, heads, window, held, rows, breadth,
     seed=st.integers(0, 99),
 )
 def test_other_sequences_do_not_change_a_bit(family, heads, held, threads, dtype, seed):
-    """What a pass over several sequences computes of each is what a pass over it alone computes, in two steps."""
+    """In two steps, a pass over several sequences computes the same for each as a pass over it alone."""
     note(f"{family=} {heads=} {held=} {threads=} {dtype=} {seed=}")
     model, adapter = sharp_model(family, heads, 100, dtype)
     rng, before = np.random.default_rng(seed), torch.get_num_threads()
@@ -688,7 +688,7 @@ def test_prompts_that_a_pass_does_not_take_are_read_by_the_model():
     ("family", "settings"), [*((family, {}) for family in [*FAMILIES, *SEE_WHAT_FOLLOWS]), *VARIANTS]
 )
 def test_texts_are_those_of_generate(family, settings, monkeypatch):
-    """Greedily and sampled, behind prompts that are shorter and longer than windows. No step is left to the model."""
+    """Greedily and sampled, after prompts that are shorter and longer than windows. No step is left to the model."""
 
     def texts():
         for prompt in (IDS[:, :5], torch.arange(3, 43)[None]):

@@ -63,7 +63,7 @@ class TokenIs(StoppingCriteria):
 
 
 class Recorder(LogitsProcessor):
-    """A stateful processor: what it does depends on how often it was called."""
+    """A stateful processor: its effect depends on how often it was called."""
 
     def __init__(self):
         self.prefixes = []

@@ -1,4 +1,4 @@
-"""On a GPU, what the other tests show on a CPU. Each test also runs on the CPU, which shows that the test is right.
+"""The other tests' claims on a GPU. Each test also runs on the CPU, which shows that the test is right.
 
 tests/exactness/test_graphs.py has those of CUDA graphs.
 """
@@ -120,7 +120,7 @@ def test_automatic_budgets(device):
 
 @on_each_device
 def test_threads_and_streams(device):
-    """Four threads share a model and a pool; on a GPU, each computes in a stream of its own."""
+    """Four threads share a model and a pool; on a GPU, each computes in its own stream."""
     model, rng = tiny_model("llama").to(device), random.Random(13)
     prompts = [random_prompt(rng) for _ in range(4)]
     expected = [written(model, {"input_ids": ids}, GREEDY) for ids in prompts]

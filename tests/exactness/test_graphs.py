@@ -159,7 +159,7 @@ def test_columns_are_rounded_up_by_a_half_at_most():
 
 @torch.no_grad()
 def test_what_is_not_in_use_is_zero():
-    """So that nothing that overflowed once can spoil the sums of a later step, and no text stays behind."""
+    """So an earlier overflow cannot spoil the sums of a later step, and no text is left over."""
     model, rng = tiny_model("llama"), random.Random(1)
     step_graphs, eager = StepGraphs(model, again), runner_of(model)
     for length in (40, 7):
@@ -283,7 +283,7 @@ def test_second_call_reuses_buffers_and_graphs():
 
 
 def test_prompts_cache_is_given_back_early():
-    """It would be a second copy of what the buffers hold."""
+    """It would be a second copy of the buffers."""
     model = tiny_model("llama")
     step_graphs, dead = StepGraphs(model, None), []
     original = call.prefill

@@ -49,7 +49,7 @@ def generate(model, ids=IDS, seed=0, **options) -> list[int]:
 
 
 def check_same(model, expected: list[int], **options) -> None:
-    """By lookahead, which has accepted some guess, a wrapped model writes what it wrote before."""
+    """A wrapped model writes the same text as before, and lookahead has accepted a guess."""
     assert generate(model, **options) == expected
     assert model.lookahead.last.steps > 0, "the model's own decoding took over"
     assert model.lookahead.last.tokens == len(expected)
@@ -62,7 +62,7 @@ def model():
 
 # -- guided decoding --------------------------------------------------------------------------------------------------
 
-# Two tokens end a text and pad it; all others stand for characters or pairs of them.
+# Two tokens end a text and pad it; all others are characters or pairs of characters.
 LETTERS = {token: chr(ord(" ") + token - 3) for token in range(3, 90)}
 PIECES = {**LETTERS, 90: '{"', 91: '":', 92: "},", 93: "12", 94: "ab", 95: ", ", 96: "10"}
 REGEX = r'\[(\{"(a|b|ab|id)":(true|false|[1-9][0-9]{0,2})\},){4,9}\]'
@@ -148,10 +148,10 @@ def test_peft_adapters_switched_after_wrapping(adapted, options):
 
 @pytest.mark.parametrize("kind", [PromptTuningConfig, PrefixTuningConfig])
 def test_peft_prompts_that_are_learned(model, kind):
-    """PEFT puts them in by a prepare_inputs_for_generation of its own, which lookahead does not call."""
+    """PEFT adds them in its own prepare_inputs_for_generation, which lookahead does not call."""
     tuned = get_peft_model(model, kind(task_type="CAUSAL_LM", num_virtual_tokens=4)).eval()
     expected = tuned.generate(input_ids=IDS, max_new_tokens=20, do_sample=False).tolist()
-    # PEFT 0.21.2 loses prefixes with transformers 5.24, for it hands them over by the name of old.
+    # PEFT 0.21.2 loses prefixes with transformers 5.24, because it passes them by the old name.
     has_effect = kind is PromptTuningConfig or compat.CACHE == "past_key_values"
     assert not has_effect or expected != model.generate(IDS, max_new_tokens=20, do_sample=False).tolist()
     lookahead.wrap(tuned)
@@ -365,7 +365,7 @@ def test_stop_strings_across_tokens(options):
 
 
 class EndsBehind(NewTokensCriterion):
-    """Ends a text behind a number of its tokens, and notes what it was shown."""
+    """Ends a text after a number of tokens, and records what it was shown."""
 
     def __init__(self, prompt, most):
         self._prompt, self._most, self.seen = prompt, most, []

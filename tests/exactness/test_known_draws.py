@@ -73,7 +73,7 @@ def drawn_by_torch(logits, warp, generator):
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
 def test_a_race_is_multinomial(vocabulary, seed, actions, own, warp, dtype):
-    """The same tokens and the same state of the generator, whatever is drawn ahead, and whoever else uses it."""
+    """The same tokens and generator state for any number of draws ahead, and any other user of the generator."""
     plain = torch.Generator().manual_seed(seed)
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed) if own else None

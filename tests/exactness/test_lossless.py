@@ -46,7 +46,7 @@ def left_pad(prompts: list[torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 class Drift(LogitsProcessor):
-    """A stateful processor: what it does depends on how often it was called, and it looks at the whole batch."""
+    """A stateful processor: its effect depends on how often it was called, and on the whole batch."""
 
     def __init__(self):
         self.seen = []

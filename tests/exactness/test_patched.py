@@ -46,7 +46,7 @@ PATH_OF = verdicts.path_of
 
 
 def scaled(function, by=1.3):
-    """The function, with what it returns scaled, disguised as the original."""
+    """The function with scaled results, disguised as the original."""
 
     @functools.wraps(function)
     def other(*args, **kwargs):
@@ -57,7 +57,7 @@ def scaled(function, by=1.3):
 
 
 def later(function, behind=24):
-    """A rotary embedding that goes no further than a position: it acts beyond what the probe tries."""
+    """A rotary embedding that stops at a position beyond those that the probe tries."""
 
     @functools.wraps(function)
     def other(self, x, position_ids):
@@ -97,7 +97,7 @@ def doubled(self, ids, **kwargs):
 F = nn.functional
 _call, _update = nn.Module.__call__, transformers.cache_utils.DynamicLayer.update
 _inputs = llama.LlamaForCausalLM.prepare_inputs_for_generation
-IN_PLACE = {  # what is replaced where, and by what
+IN_PLACE = {  # the replaced attribute, and its replacement
     "attention": (llama.LlamaAttention, "forward", scaled(llama.LlamaAttention.forward)),
     "mlp": (llama.LlamaMLP, "forward", scaled(llama.LlamaMLP.forward)),
     "norm": (llama.LlamaRMSNorm, "forward", scaled(llama.LlamaRMSNorm.forward)),
@@ -445,7 +445,7 @@ def test_attention_that_is_told_to_see_later_tokens(family):
 @pytest.mark.parametrize("name", ["mine", "grouped_mm"])
 @pytest.mark.parametrize("is_before", [True, False], ids=["before", "after"])
 def test_code_of_experts_that_a_user_registers(name, is_before, monkeypatch):
-    """Under a name of its own, or in the place of transformers'."""
+    """Under a new name, or under transformers' name."""
     model = tiny_model("qwen3_moe")
     plain = copy.deepcopy(model)
     if not is_before:
@@ -781,7 +781,7 @@ def masks_narrowed(model):
 
 
 def masks_the_same(model):
-    """Change what has no effect on a text."""
+    """Make a change that has no effect on a text."""
     model.config.max_window_layers = 7
 
 

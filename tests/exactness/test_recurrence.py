@@ -1,4 +1,4 @@
-"""Trees over states: what rows compute is what single tokens compute, in every family, and nothing else is touched."""
+"""Trees over states: in every family, rows compute the same as single tokens, and nothing else changes."""
 
 import copy
 import random
@@ -468,7 +468,7 @@ def test_states_without_a_form_over_trees_stay_chains(model_type, reason):
 
 
 def test_a_function_of_the_users_is_not_passed_over(monkeypatch):
-    """Ours would stand in its place."""
+    """Ours would replace it."""
     original = modeling_qwen3_next.causal_conv1d_fn
     monkeypatch.setattr(modeling_qwen3_next, "causal_conv1d_fn", lambda *args, **kwargs: original(*args, **kwargs))
     model = tiny_model("qwen3_next")

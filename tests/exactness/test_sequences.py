@@ -63,7 +63,7 @@ def together(model, calls, apart=0):
 
 
 def at_once(calls):
-    """Make calls in threads of their own, and return their results."""
+    """Make each call in its own thread, and return the results."""
     start = threading.Barrier(len(calls))
 
     def one(call):
@@ -97,7 +97,7 @@ def written(model, ids, seed, **options):
     portion=st.sampled_from([None, 3]),
 )
 def test_each_text_is_the_one_that_it_is_alone(family, dtype, calls, budget, apart, portion):
-    """In bfloat16, too: what a row says does not depend on its company."""
+    """In bfloat16, too: a row's logits do not depend on other rows."""
     note(f"{family=} {dtype=} {calls=} {budget=} {apart=} {portion=}")
     model, _ = sharp_model(family, (4, 4, 16), 20, dtype)
     lookahead.wrap(model, LookaheadConfig(budget=budget))
@@ -472,7 +472,7 @@ def test_a_call_that_begins_after_a_change_does_not_take_what_others_have_read_b
 
 
 def test_calls_within_autocast_run_passes_of_their_own():
-    """Without guesses, for in bfloat16 these may change what the model's own code computes."""
+    """Without guesses, because in bfloat16 these may change the results of the model's own code."""
     model = lookahead.wrap(tiny_model("llama", **SIZES), LookaheadConfig(budget=0, window_size=0))
     ids, options = random_prompt(random.Random(1)), {"max_new_tokens": 60, "do_sample": False}
 

@@ -60,7 +60,7 @@ def check(model, inputs, seed=0, reason=None):
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family in FEW])
 def test_without_dropout(family):
-    """What draws nothing computes what it computes in evaluation mode, and gradients come as before."""
+    """Modules without draws compute the same as in evaluation mode, and gradients come as before."""
     seed = random.randrange(1000)
     model = without_dropout(tiny_model(family)).train()
     inputs, before = repeated(random.Random(seed)), torch.get_rng_state()
@@ -100,7 +100,7 @@ def test_what_cannot_be_seen_is_tried():
 
 
 def test_a_hook_may_do_anything():
-    """As NEFTune adds noise. It is looked for anew in each call."""
+    """NEFTune adds noise in this way. Each call looks for it again."""
     model = lookahead.wrap(tiny_model("qwen3").train(), CONFIG)
     ids, embedding = torch.tensor([[5, 6, 7, 8]]), model.get_input_embeddings()
     model.generate(ids, max_new_tokens=4)

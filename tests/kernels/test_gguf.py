@@ -1,4 +1,4 @@
-"""Models whose modules keep the blocks of a GGUF file: passes read them as they are."""
+"""Models whose modules keep the blocks of a GGUF file, which passes read directly."""
 
 from contextlib import contextmanager
 from types import SimpleNamespace

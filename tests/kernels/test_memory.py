@@ -424,7 +424,7 @@ def test_a_cache_whose_memory_was_taken_away_is_not_written_to():
 
 @pytest.mark.parametrize("most", [1, 127, -8])
 def test_what_another_thread_reads_is_never_written_over(most):
-    """A copy is made anew elsewhere when weights have changed."""
+    """When weights have changed, a new copy is made elsewhere."""
     model = tiny_model("llama", **SIZES)
     in_blocks(model, most)
     known = {}

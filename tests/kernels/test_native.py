@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """An empty one, in the place of that of the libraries."""
+    """An empty folder instead of that of the libraries."""
     monkeypatch.setattr(native, "FOLDER", tmp_path)
     for kept in (native._library, tree_attention._kernels):
         kept.cache_clear()
@@ -39,7 +39,7 @@ def built_by(compiler, folder, monkeypatch):
 
 
 def test_a_library_for_this_processor_is_installed():
-    """All other tests of kernels would pass without one, for torch would serve."""
+    """All other tests of kernels would pass without a library, because torch would compute."""
     assert native.why_missing() is None
 
 

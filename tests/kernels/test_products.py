@@ -1,4 +1,4 @@
-"""Products by our kernel: what the formula says, in passes of the decoding loop; the model's own everywhere else."""
+"""Products by our kernel equal the formula in passes of the decoding loop; elsewhere they are the model's own."""
 
 import copy
 import gc

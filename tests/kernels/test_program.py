@@ -1,4 +1,4 @@
-"""Programs: what a family's page says is what the model computes, and the C++ computes what the reference says."""
+"""Programs: a family's page computes the same as the model, and the C++ the same as the reference."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""The attention kernel for a CPU: what the formula says, over shapes, strides and masks."""
+"""The attention kernel for a CPU equals the formula, over shapes, strides and masks."""
 
 import pytest
 import torch

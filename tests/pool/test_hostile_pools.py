@@ -350,17 +350,17 @@ def test_fields_that_would_do_harm(content, tmp_path, change):
         ("weights", True, 0.13, "more than 1"),
         ("weights", False, 0.1, "an empty entry holds evidence"),
         ("counts", False, 1, "an empty entry holds evidence"),
-        ("counts", True, 0, "counts do not fit"),
-        ("counts", True, [1, 2], "counts do not fit"),
-        ("tokens", True, 3, "a token stands twice"),
-        ("tokens", True, np.arange(8) + 1, "not among those learned"),
-        ("tokens", False, -1, "not among those learned"),
-        ("sources", True, 5, "a source is not known"),
+        ("counts", True, 0, "counts are inconsistent"),
+        ("counts", True, [1, 2], "counts are inconsistent"),
+        ("tokens", True, 3, "an entry holds a token twice"),
+        ("tokens", True, np.arange(8) + 1, "a token is out of range"),
+        ("tokens", False, -1, "a token is out of range"),
+        ("sources", True, 5, "a source is unknown"),
         ("keys", True, 2**64 - 1, "outside its key's bucket"),
     ],
 )
 def test_entries_that_would_do_harm(content, tmp_path, name, used, value, flaw):
-    """Each is refused for what is wrong with it; a few entries suffice."""
+    """Each is refused for its own fault; a few entries suffice."""
     header, arrays = parts(content)
     for column in ("keys", "counts"):
         arrays[column][:WAYS] = 0  # the pool is full
@@ -395,7 +395,7 @@ def test_a_key_that_stands_twice_is_refused(content, tmp_path):
     bucket[1] = bucket[0]
     path = tmp_path / "hostile.pool"
     path.write_bytes(joined(header, arrays))
-    with pytest.raises(PoolFileError, match="a key stands twice"):
+    with pytest.raises(PoolFileError, match="a key occurs twice"):
         NgramPool.load(path)
 
 

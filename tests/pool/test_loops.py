@@ -21,7 +21,7 @@ WHICH = st.integers(0, 1)
 CHANCE = st.sampled_from([0.0, 1e-30, 0.01, 0.1, 0.25]) | st.floats(0, 0.25)
 ROW = st.tuples(st.lists(TOKEN | st.just(NO_TOKEN), min_size=20, max_size=20), st.lists(CHANCE, min_size=4, max_size=4))
 ROWS = st.tuples(st.lists(ROW, max_size=4), st.integers(0, 20), SEED)
-NODE = st.tuples(st.integers(1, 12), TOKEN)  # how far before it its parent stands, and its token
+NODE = st.tuples(st.integers(1, 12), TOKEN)  # distance from its parent, and its token
 ACTION = st.one_of(
     st.tuples(st.just("learn"), WHICH, TEXT, SOURCE, st.integers(0, 5)),
     st.tuples(st.just("follow"), WHICH, TEXT, SOURCE, st.integers(0, 5)),
@@ -184,7 +184,7 @@ def test_rates_are_of_the_origins():
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """An empty one, in the place of that of the library."""
+    """An empty folder instead of that of the library."""
     monkeypatch.setattr(native, "KERNELS", tmp_path)
     return tmp_path
 
@@ -193,7 +193,7 @@ def test_without_the_library_the_plain_loops_serve(folder, caplog):
     for _ in range(2):
         assert native.loops() is reference
     assert [record.name for record in caplog.records] == ["ngram_pool.native"]
-    assert "left to Python" in caplog.text
+    assert "run in Python" in caplog.text
     assert "setup.py build_kernels" in caplog.text
 
 

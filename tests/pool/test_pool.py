@@ -1,4 +1,4 @@
-"""The pool against a plain model of what it is to hold, and against everything it is to survive."""
+"""The pool against a plain model of its content, and against everything that it must survive."""
 
 import os
 import random
@@ -33,7 +33,7 @@ PINNED = ["0x435f9d954dd2f8db", "0x8ba272d7a7f213c1", "0xe63374fa161a8ed7", "0xf
 
 
 class PlainPool:
-    """What an NgramPool holds, in dictionaries that never forget, and what it answers, without any cleverness."""
+    """The content and the guesses of an NgramPool, computed plainly with dictionaries that never forget."""
 
     def __init__(self):
         self.entries = {}
@@ -328,7 +328,7 @@ def test_logits_rows_keep_their_likeliest_tokens():
 
 
 def test_a_context_without_its_newest_token_speaks_where_that_is_new():
-    """After a rejected guess: what the model said beside it serves for the token that came instead."""
+    """After a rejected guess, the model's predictions behind it are evidence for the token that came instead."""
     pool = NgramPool(1)
     pool.learn_next([[7, 8, 1]], [[50]], [[1.0]])
     pool.learn([60, 61, 62])

@@ -1,4 +1,4 @@
-"""Pool files: what is saved comes back; what is torn, foreign or newer is refused; a crash loses nothing."""
+"""Pool files: a saved pool comes back; torn, foreign and newer files are refused; a crash loses nothing."""
 
 import os
 import random
@@ -153,12 +153,12 @@ def test_files_that_would_lead_the_loops_astray_are_refused(saved, damage):
     header, arrays = storage.read(saved)
     damage(header, arrays)
     storage.write(saved, header, arrays)
-    with pytest.raises(PoolFileError, match="not a sound pool"):
+    with pytest.raises(PoolFileError, match="not a valid pool"):
         NgramPool.load(saved)
 
 
 def test_threads_and_readers_at_one_path(saved):
-    """Whoever saves last wins; no one ever reads half a file, and nothing is left behind."""
+    """The last save wins; nobody reads half a file, and no temporary files are left."""
     pools = [NgramPool(0.1), NgramPool(0.1)]
     failures = []
 
@@ -215,7 +215,7 @@ def test_a_pool_is_for_its_owner_alone_from_the_start(pool, tmp_path, monkeypatc
     ],
 )
 def test_the_owner_of_a_replaced_file_is_kept_where_that_is_allowed(pool, saved, monkeypatch, may_give, given, mode):
-    """Where the group cannot be kept, what it might do is not allowed to another."""
+    """If the group cannot be kept, its rights are not given to another group."""
     asked = []
 
     def chown(file: int, user: int, group: int) -> None:
@@ -292,7 +292,7 @@ def test_a_process_killed_while_saving_leaves_the_old_file(saved, after):
 
 
 def test_what_killed_saves_left_is_removed_and_nothing_else(pool, saved):
-    """Not what a save of another pool left, nor what a save that still runs is writing."""
+    """Files of another pool's saves stay, and so does the file of a running save."""
     other = saved.with_name("other.pool")
     pool.save(other)
     for path in (saved, other):
@@ -346,7 +346,7 @@ def test_processes_that_save_at_one_path(saved):
 
 
 def test_a_file_that_is_written_to_while_it_is_read_is_refused(saved):
-    """In a process of its own, for shortening a file that is mapped kills whoever reads on."""
+    """In its own process, because truncating a mapped file kills its reader."""
     code = (
         "import os, sys\n"
         "from ngram_pool import NgramPool, PoolFileError, storage\n"

@@ -530,7 +530,7 @@ def test_a_port_in_use_is_reported_before_a_model_is_loaded():
             capture_output=True, text=True, env=ENVIRONMENT, timeout=120,
         )  # fmt: skip
     assert done.returncode == 1
-    assert f"Error: cannot listen at localhost, port {port}; choose another --port" in done.stderr
+    assert f"Error: cannot listen on localhost, port {port}; choose another --port" in done.stderr
     assert "in use" in done.stderr
     assert "no/such/model" not in done.stderr
 
@@ -543,7 +543,7 @@ def test_an_address_that_the_machine_does_not_have_is_left_out(monkeypatch):
     with only:
         assert only.getsockname()[0] == "127.0.0.1"
     del addresses[1]
-    with pytest.raises(click.ClickException, match="cannot listen at localhost, port 0; choose another"):
+    with pytest.raises(click.ClickException, match="cannot listen on localhost, port 0; choose another"):
         listen("localhost", 0)
 
 

@@ -1,4 +1,4 @@
-"""Trained heads as sources of guesses: files in each published layout, what the heads say, and the text."""
+"""Trained heads as sources of guesses: files in each published layout, the heads' predictions, and the text."""
 
 import json
 import math
@@ -226,7 +226,7 @@ def plain_of(kind: str, model):
     return (PlainMedusa if "medusa" in kind else PlainEagle)(kind, model)
 
 
-# -- what the heads say -----------------------------------------------------------------------------------------------
+# -- predictions of the heads -----------------------------------------------------------------------------------------
 
 
 def spied(monkeypatch, source, seen: list):
@@ -415,7 +415,7 @@ def test_whatever_heads_say_the_text_is_plain(
 @pytest.mark.parametrize("kind", ["medusa", "eagle"])
 @pytest.mark.parametrize("model_type", ["gpt2", "gemma3_text", "llama4_text", "lfm2", "bloom"])
 def test_every_kind_of_cache(tmp_path, kind, model_type):
-    """Also of models that verify single chains alone, or compute the accepted guesses anew."""
+    """Also of models that verify only single chains, or compute accepted guesses again."""
     model = tiny_model(model_type)
     source = source_of(kind, model, tmp_path)
     stats = check_identical(model, [IDS], GREEDY, LookaheadConfig(budget=16), 0, source=[source, PoolSource()])
@@ -516,13 +516,13 @@ def test_a_missing_misshapen_or_unknown_tensor_is_named(tmp_path, kind):
         optional |= {"lm_head.weight"}  # the model's fits as well
     for i, name in enumerate(sorted(tensors)):
         wrong = tensors | {name: torch.zeros(3, 5, 7)}
-        with pytest.raises(ValueError, match=f"'{name}' of .* has shape|no known layout"):
+        with pytest.raises(ValueError, match=f"'{name}' of .* has shape|of an unknown layout"):
             cls(model, write(tmp_path / f"{i}-wrong", config, wrong))
         if name not in optional and not name.endswith(".bias"):
             rest = {other: tensor for other, tensor in tensors.items() if other != name}
-            with pytest.raises(ValueError, match=r"lacks the tensor|no known layout|rows|has shape|layers"):
+            with pytest.raises(ValueError, match=r"lacks the tensor|of an unknown layout|rows|has shape|layers"):
                 cls(model, write(tmp_path / f"{i}-lacks", config, rest))
-    with pytest.raises(ValueError, match=r"no known layout: .*'extra\.weight'"):
+    with pytest.raises(ValueError, match=r"of an unknown layout: .*'extra\.weight'"):
         cls(model, write(tmp_path / "more", config, tensors | {"extra.weight": torch.zeros(2)}))
 
 
@@ -576,7 +576,7 @@ def test_a_file_that_runs_code_is_refused(tmp_path):
 def test_an_index_that_leaves_its_folder_is_refused(tmp_path, name):
     folder = write(tmp_path, *eagle_files("eagle"))
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"fc.weight": name}}))
-    with pytest.raises(ValueError, match="no file of its folder"):
+    with pytest.raises(ValueError, match="not a file of its folder"):
         EagleSource(deep_model(), folder)
 
 

@@ -56,7 +56,7 @@ def layers_of(model):
 
 @contextmanager
 def bypassed(model, skipped):
-    """Another way to leave layers out: they compute, and what they were given goes on in place of what they say."""
+    """Another way to skip layers: they compute, but pass on their input instead of their output."""
 
     def pass_on(module, args, kwargs, output):
         given = args[0] if args else kwargs["hidden_states"]
@@ -414,7 +414,7 @@ def test_a_copy_does_not_run_what_was_compiled_of_the_whole():
 def test_another_model_than_its_own_is_refused():
     model, other = deep_model(), deep_model(seed=1)
     lookahead.wrap(model, source=LayerSkipSource(other, [1]))
-    with pytest.raises(ValueError, match="make it of the model that is wrapped"):
+    with pytest.raises(ValueError, match="make it for the wrapped model"):
         model.generate(IDS, **GREEDY)
 
 

@@ -1,4 +1,4 @@
-"""A checkpoint's multi-token-prediction layers as a source of guesses: files, what the layers say, and the text."""
+"""A checkpoint's multi-token-prediction layers as a source of guesses: files, predictions, and the text."""
 
 import json
 import math
@@ -181,7 +181,7 @@ class PlainLayers:
         return run_mtp_layer(self.layers, d, said, entering, positions, sees, None)
 
 
-# -- what the layers say ----------------------------------------------------------------------------------------------
+# -- predictions of the layers ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -405,16 +405,16 @@ def test_a_missing_tensor_is_named(tmp_path, checkpoints, kind, lost):
     _, layers = checkpoints(kind)
     model = tiny_model(kind.split(",")[0], **MODELS[kind])
     write(tmp_path, model, layers, kind, without=lost)
-    with pytest.raises(ValueError, match=r"holds no multi-token-prediction layers that fit .*missing.*layers\.\d"):
+    with pytest.raises(ValueError, match=r"has no multi-token-prediction layers that fit .*missing.*layers\.\d"):
         MtpSource(model, tmp_path)
 
 
 def test_a_checkpoint_without_such_layers_is_refused(tmp_path):
     model = tiny_model("llama")
     model.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="holds no multi-token-prediction layers that fit LlamaForCausalLM"):
+    with pytest.raises(ValueError, match="has no multi-token-prediction layers that fit LlamaForCausalLM"):
         MtpSource(model, tmp_path)
-    with pytest.raises(ValueError, match="holds no multi-token-prediction layers"):
+    with pytest.raises(ValueError, match="has no multi-token-prediction layers"):
         MtpSource(model)
 
 
@@ -425,7 +425,7 @@ def test_layers_that_need_more_than_they_are_given_are_refused(tmp_path, kind):
         pytest.skip("this transformers has no such model")
     model = random_model(tiny_config(kind))
     write(tmp_path, model, new_layers(model), kind)
-    with pytest.raises(ValueError, match=r"layers of .* are not computed here"):
+    with pytest.raises(ValueError, match=r"does not support (the )?multi-token-prediction layers of"):
         MtpSource(model, tmp_path)
 
 
@@ -449,7 +449,7 @@ def test_the_commands(tmp_path):
     assert "MtpSource" in answer["stats"]["sources"]
     for more, words in (
         (["--strategy", "plain"], "--mtp has no effect with --strategy plain"),
-        (["--model", str(DEMO_MODEL)], "--mtp: .* holds no multi-token-prediction layers that fit LlamaForCausalLM"),
+        (["--model", str(DEMO_MODEL)], "--mtp: .* has no multi-token-prediction layers that fit LlamaForCausalLM"),
     ):
         result = CliRunner().invoke(main, [*arguments, *more])
         assert result.exit_code

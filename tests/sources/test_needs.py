@@ -1,4 +1,4 @@
-"""What sources of guesses are shown of a prompt: what they ask for, alone and beside others."""
+"""Sources of guesses are shown what they ask for of a prompt, alone and together with others."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ PROMPT = torch.arange(3, 33)[None]
 
 
 class Reader(GuessSource):
-    """Guesses nothing and keeps what it is shown."""
+    """Guesses nothing, and keeps what it is shown."""
 
     def __init__(self, **needs):
         self.needs = Needs(**needs)

@@ -84,7 +84,7 @@ def begun(source, said: dict[int, list[int]]):
 
 
 def k_ary(tokens: int, k: int) -> dict[int, list[int]]:
-    """The token t is followed by k tokens of its own, so that a tree shows its shape."""
+    """Each token has its own k followers, so that a tree shows its shape."""
     return {t: [k * t + 1 + rank for rank in range(k)] for t in range(tokens)}
 
 

@@ -79,7 +79,7 @@ class Random(GuessSource):
 
 
 class Knows(GuessSource):
-    """Proposes what the text will be, but errs now and then; it looks only a few tokens ahead, or far."""
+    """Proposes the coming text, with errors now and then, a few or many tokens ahead."""
 
     is_free = True
 
@@ -630,7 +630,7 @@ def test_a_slow_source_that_earns_nothing_is_asked_now_and_then(monkeypatch):
 
 @pytest.mark.parametrize("pool", [[], [PoolSource()]], ids=["alone", "with the pool"])
 def test_a_source_has_no_part_in_a_call_that_its_pause_outlasts(monkeypatch, pool):
-    """Neither it nor the pass does anything for it, but its pause goes on."""
+    """Neither the source nor the pass works for it, but its pause continues."""
     kind = slow(Wrong, Clock(monkeypatch), 1.0)
     begun, layers = [], []
 

@@ -38,7 +38,7 @@ def test_watched():
     left, over = [], threading.Event()
 
     def memory() -> mmap.mmap:
-        """Pages of its own: an allocator may hold enough from other tests."""
+        """New pages, because an allocator may hold enough from other tests."""
         pages = mmap.mmap(-1, 2**22)
         pages.write(bytes(2**22))
         return pages
@@ -48,6 +48,6 @@ def test_watched():
 
     watched("nothing", 10, lambda: None)
     for leak in (lambda: os.open("/dev/null", os.O_RDONLY), memory, thread):
-        with pytest.raises(click.ClickException, match="leave something behind"):
+        with pytest.raises(click.ClickException, match="leak memory"):
             watched("leaks", 10, lambda leak=leak: left.append(leak()))
     over.set()

@@ -242,7 +242,7 @@ def test_the_command_fails_at_a_defect(monkeypatch, tmp_path):
     ("arguments", "message"),
     [
         (["--prompts", "no-such-file"], "no-such-file"),
-        (["--prompts", __file__], "line 1 is not of Spec-Bench's format"),
+        (["--prompts", __file__], "line 1 is not in Spec-Bench's format"),
         (["--count", "0"], "--count"),
         (["--json", "no/such/folder/x.json"], "no/such/folder"),
         (["--model", "./no/such/model"], "no/such/model"),

@@ -252,7 +252,7 @@ def test_nothing_is_written_unless_the_function_is_the_same(tmp_path, monkeypatc
     monkeypatch.setattr(script, "ballast", altered)
     result = run(*SMALL, "--dtype", "float32", "--out", tmp_path / "big")
     assert result.exit_code == 1
-    assert "not the same function, so nothing was written" in result.output
+    assert "the function is not the same, and nothing was written" in result.output
     assert not (tmp_path / "big").exists()
 
 

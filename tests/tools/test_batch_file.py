@@ -196,11 +196,11 @@ def test_a_file_cut_anywhere_is_continued(tmp_path_factory, data):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"my notes", "line 1 is no answer"),
-        (b"my notes\n", "line 1 is no answer"),
+        (b"my notes", "line 1 does not answer"),
+        (b"my notes\n", "line 1 does not answer"),
         (BEGINNINGS[0] + b"}\nmy notes", "line 2 is no answer"),
-        (BEGINNINGS[1] + b"}\n", "line 1 is no answer"),
-        (b"\n", "line 1 is no answer"),
+        (BEGINNINGS[1] + b"}\n", "line 1 does not answer"),
+        (b"\n", "line 1 does not answer"),
         (b"".join(one + b"}\n" for one in BEGINNINGS) + b"x", "more lines than there are prompts, 3"),
         (b"".join(one + b"}\n" for one in BEGINNINGS) + b"\n", "more lines than there are prompts, 3"),
     ],
@@ -221,7 +221,7 @@ def test_other_settings_are_other_texts(prompts, tmp_path):
     for tokens, others in ((3, []), (2, ["--temperature", "1"]), (2, ["--dtype", "bfloat16"]), (2, ["--seed", "1"])):
         result = run(*first, *others, tokens=tokens)
         assert result.exit_code == 1
-        assert "line 1 is no answer to this prompt by these settings" in result.stderr
+        assert "line 1 does not answer this prompt with these settings" in result.stderr
     assert (tmp_path / "out").read_bytes() == before
 
 

@@ -313,7 +313,7 @@ def test_what_fails_is_a_row(model, prompts, tmp_path, monkeypatch):
 
 
 def test_static_cache_compiled(model, prompts, tmp_path, monkeypatch):
-    """Use a backend that traces like any other, but runs the traced code as it is."""
+    """Use a backend that traces like any other, but runs the traced code unchanged."""
 
     class Eager(methods.CompileConfig):
         def __init__(self):

@@ -1,4 +1,4 @@
-"""`lookahead chat`: answers are those of a model that reads the whole conversation anew, but it is not read anew."""
+"""`lookahead chat`: answers equal those of a model that computes the whole conversation, but only new tokens are."""
 
 import json
 import os
@@ -28,7 +28,7 @@ MARKED = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
-# As templates of reasoning models do, drops from past answers what the model wrote to itself, here the first half.
+# Like templates of reasoning models, drops a part of past answers, here the first half.
 FORGETTING = (
     "{% for m in messages %}{{ m.role }}: "
     "{% if m.role == 'assistant' %}{{ m.content[m.content | length // 2 :] }}{% else %}{{ m.content }}{% endif %}"
@@ -434,7 +434,7 @@ def test_bad_input_is_named(tmp_path):
     for arguments, words in (
         (["--model", str(DEMO_MODEL)], "has no chat template: give --chat-template FILE"),
         (["--chat-template", str(file)], f"the chat template {file} cannot render"),
-        (["--chat-template", os.devnull], "renders nothing"),
+        (["--chat-template", os.devnull], "its result is empty"),
         (["--chat-template", "no/such/file"], "no/such/file"),
         (["--pool", __file__, "--strategy", "plain"], "--pool"),
         (["--model", "no/such/model"], "no/such/model"),

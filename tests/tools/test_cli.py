@@ -129,7 +129,7 @@ def test_a_list_of_commands_cuts_no_sentence(group):
 def test_the_end_says_what_the_next_run_will_not_wait_for(seconds, told, options, monkeypatch):
     monkeypatch.setattr(commands, "seconds_saved", lambda: seconds)
     result = run(PROMPT, "--max-new-tokens", "2", *options)
-    message = "the next run starts 42 s sooner: what this one has built and measured is kept\n"
+    message = "the next run starts 42 s sooner: it reuses what this one has measured\n"
     assert result.stderr.endswith(message) is told
 
 
@@ -464,7 +464,7 @@ def test_a_merge_that_is_refused_names_the_file_and_changes_nothing(tmp_path):
         assert message in result.output
         assert (tmp_path / "ours").read_bytes() == before
     result = pool("merge", ours, ours, "--since", foreign, "--out", ours)
-    assert f"{foreign} is of another vocabulary" in result.output
+    assert f"{foreign} has another vocabulary" in result.output
 
 
 @pytest.mark.parametrize(
@@ -540,7 +540,7 @@ def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path):
 
 @pytest.fixture(scope="module")
 def instruct(tmp_path_factory):
-    """The packaged model with a chat template, as one that was made for chats."""
+    """The packaged model with a chat template, like a chat model."""
     folder = tmp_path_factory.mktemp("instruct")
     model, tokenizer = load(None)
     model.save_pretrained(folder)
@@ -582,7 +582,7 @@ def test_what_a_chat_needs_is_named(instruct, tmp_path):
         result = run(PROMPT, *options)
         assert result.exit_code == 2
         assert (
-            "the tokenizer of the packaged model has no chat template: leave --chat and --system out" in result.stderr
+            "the tokenizer of the packaged model has no chat template: leave out --chat and --system" in result.stderr
         )
         lines = run("--prompts", __file__, "--out", str(tmp_path / "x.jsonl"), *options)
         assert f"{options[0]} has no effect with --prompts" in lines.stderr

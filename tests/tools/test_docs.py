@@ -1,4 +1,4 @@
-"""The pages under docs/ show what the code does, and all that they link to is there."""
+"""The pages in docs/ show what the code does, and all their links work."""
 
 import ast
 import inspect
@@ -156,7 +156,7 @@ def test_each_block_is_run_or_says_why_not():
             assert not block.note or any(words in block.note for words in RUN_ELSEWHERE), (name, block.note)
 
 
-# What `pip install .` brings, and the package itself.
+# The package and its dependencies.
 INSTALLED = {"torch", "transformers", "numpy", "lookahead", "ngram_pool", *sys.stdlib_module_names}
 BROUGHT_BY = {"uvicorn": "starlette uvicorn", "datasets": "trl"}
 ENVIRONMENTS = {"vllm"}  # the page makes an environment that has it
@@ -293,7 +293,7 @@ ELSEWHERE = re.compile(
 
 
 def texts_of(function, kinds):
-    """The constant parts of the texts in nodes of these kinds, without what stands behind a colon or a bracket."""
+    """The constant parts of the texts in nodes of these kinds, up to a colon or a bracket."""
     tree = ast.parse(inspect.cleandoc("\n" + inspect.getsource(function)))
     body = tree.body[0]
     if ast.get_docstring(body):

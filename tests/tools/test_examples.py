@@ -17,7 +17,7 @@ SCREEN = 50  # lines
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """Runs a program in an empty folder, and returns what it leaves behind."""
+    """Runs a program in an empty folder, and returns the files that it leaves."""
     monkeypatch.chdir(tmp_path)
 
     def run(name, *arguments, lines=()):

@@ -57,7 +57,7 @@ def as_in_files(parameter, weight):
 
 
 def write(path, model, kinds, seed=0):
-    """Write a tiny model to a file: matrices in random blocks of these kinds in turn, all else as it is."""
+    """Write a tiny model to a file: matrices in random blocks of these kinds in turn, everything else unchanged."""
     config, random = model.config, np.random.default_rng(seed)
     architecture = ARCHITECTURES.get(config.model_type, config.model_type.removesuffix("_text"))
     writer = gguf.GGUFWriter(path, architecture)
@@ -222,7 +222,7 @@ def test_a_torn_file_is_refused(tmp_path):
     content = path.read_bytes()
     for length in (0, 3, 30, 200, len(content) // 2, len(content) - 40):
         path.write_bytes(content[:length])
-        with pytest.raises(ValueError, match=r"torn|no GGUF file|empty"):
+        with pytest.raises(ValueError, match=r"truncated|not a GGUF file|empty"):
             lookahead.load_gguf(path)
 
 
@@ -299,7 +299,7 @@ def tensor_of(shape, kind=0, offset=0):
         (of_llama(), [tensor_of([1] * 99)], "of F32 and shape"),
         (of_llama(), [tensor_of([0, 20])], "of F32 and shape"),
         (of_llama(), [tensor_of([33, 20], kind=8)], "of Q8_0 and shape"),
-        (of_llama(), [tensor_of([32, 20], kind=999)], "type 999, which gguf does not know"),
+        (of_llama(), [tensor_of([32, 20], kind=999)], "type 999, which the package gguf does not know"),
         (of_llama(), [tensor_of([32, 20], offset=2**64 - 1)], "torn"),
         (of_llama(), [tensor_of([2**32, 2**32])], "torn"),
         ([], [], "0 tensors for 32 layers"),

@@ -1,4 +1,4 @@
-"""`make gpu` runs whole without a GPU, keeps what each stage has written, and goes on where it stopped."""
+"""`make gpu` runs completely without a GPU, keeps each stage's results, and resumes where it stopped."""
 
 import json
 import multiprocessing.forkserver

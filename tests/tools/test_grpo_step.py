@@ -1,4 +1,4 @@
-"""What scripts/grpo_step.py makes of what it has measured. `make test-clients` runs it with trl."""
+"""The figures that scripts/grpo_step.py computes from its measurements. `make test-clients` runs it with trl."""
 
 import torch
 from grpo_step import Clock, markdown, summary, variety

@@ -1,4 +1,4 @@
-"""Whatever a command is given, it works or ends with a sentence that says what is wrong: no tracebacks."""
+"""For any input, a command works or ends with a sentence that says what is wrong, without a traceback."""
 
 import json
 import os
@@ -139,7 +139,7 @@ def test_lines_that_are_no_prompts(prompt, flaw, tmp_path):
     file.write_text("\n".join([json.dumps(good, ensure_ascii=False), json.dumps(bad)]), encoding="utf-8")
     result = CliRunner().invoke(main, ["audit", "--prompts", str(file)])
     assert result.exit_code == 1
-    assert f"{file}, line 2 is not of Spec-Bench's format" in result.stderr
+    assert f"{file}, line 2 is not in Spec-Bench's format" in result.stderr
     assert flaw in result.stderr
 
 

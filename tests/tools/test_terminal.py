@@ -1,4 +1,4 @@
-"""What a terminal shows: words stay whole, Markdown says the same, and a live line stands below the text."""
+"""Terminal output: words stay whole, Markdown keeps its meaning, and a live line is below the text."""
 
 import os
 import re
@@ -132,7 +132,7 @@ def test_words_stay_whole_at_the_terminals_edge(pieces, columns):
 
 
 def said(markdown: str) -> list[str]:
-    """What Markdown makes of a text. White space counts in blocks of code alone."""
+    """The rendered Markdown of a text. White space counts only in code blocks."""
     parts = re.split(r"(<pre>.*?</pre>)", MARKDOWN.render(markdown), flags=re.DOTALL)
     return [part if i % 2 else re.sub(r"\s+", " ", part) for i, part in enumerate(parts)]
 
@@ -183,7 +183,7 @@ class FakeTokenizer:
 @given(st.booleans(), st.text(st.sampled_from("ab日 \n"), max_size=60), st.integers(8, 20), st.booleans())
 @settings(max_examples=150, deadline=None)
 def test_the_live_line_stands_below_the_text(is_code, text, columns, is_ended):
-    """Whatever the text does to the screen, it is what would be there without the line, and the line stands below."""
+    """For any text, the screen is the same as without the line, and the line is below it."""
     text = "```\n" * is_code + text
     bare, screen = Screen(columns), Screen(columns)
     bare.write(wrapped([*text], columns))

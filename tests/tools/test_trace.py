@@ -1,4 +1,4 @@
-"""A trace says what the decoding loop did, and its page can be read by a browser whatever the text holds."""
+"""A trace records what the decoding loop did, and browsers can read its page for any text."""
 
 import html
 import json

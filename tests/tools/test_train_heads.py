@@ -1,4 +1,4 @@
-"""Heads trained by scripts/train_heads.py: what they learn, the files, and the texts that they are trained on."""
+"""Heads trained by scripts/train_heads.py: their training, their files, and the texts for it."""
 
 import copy
 import json
@@ -92,7 +92,7 @@ def test_heads_are_trained_as_they_guess(tmp_path, kind, known):
 
 @torch.no_grad()
 def said_along(model, heads, batch, root: int, tokens: torch.Tensor) -> list[torch.Tensor]:
-    """Logits of all tokens at each depth behind a text of ``root`` tokens, as training computes them."""
+    """Logits of all tokens at each depth after a text of ``root`` tokens, as training computes them."""
     if isinstance(heads, EagleHead) and not heads.is_third:  # guesses with all of the model's projection
         return [made[0, root - 2 + i] @ model.lm_head.weight.T for i, made in enumerate(heads.features(batch, 4))]
     rows = []
@@ -116,7 +116,7 @@ def exact_states(model, ids: list[int], layers: tuple[int, ...]) -> torch.Tensor
 
 @pytest.fixture(scope="module")
 def read():
-    """A model, and texts of its own as it has read them."""
+    """A model, and its own texts with its states and predictions."""
     model = deep_model()
     prompts = [
         [rng.randrange(3, VOCABULARY) for _ in range(rng.randint(4, 9))] for rng in map(random.Random, range(60))
@@ -148,7 +148,7 @@ def test_trained_heads_guess_better_and_the_text_is_plain(tmp_path, read, kind, 
 
 
 def test_what_counts(read):
-    """A place counts where the model has written the next token, and the target is what it says there."""
+    """A place counts if the model has written the next token; the target is its prediction there."""
     model, texts = read
     example = read_by(model, texts[:3], (8,))
     batch = batch_of(example, torch.arange(VOCABULARY))

@@ -24,7 +24,7 @@ def test_tune_keeps_what_decoding_goes_by(tmp_path, monkeypatch):
     lines = [line for line in result.stdout.splitlines() if "context" in line]
     assert [line.split(",")[0].strip() for line in lines] == [FUSED] * 2 + [SPLIT] * 2 + [DENSE] * 2
     assert all(float(time) > 0 for line in lines for time in line.split()[4:])
-    assert "100000" not in result.stdout  # the model has no such room
+    assert "100000" not in result.stdout  # beyond the model's context
     (kept,) = tmp_path.glob("*.json")
     assert f"kept for decoding: {kept}" in result.stdout
     before = json.loads(kept.read_text())
