@@ -410,7 +410,8 @@ def as_loaded(model, dtype):
     if dtype == torch.float32:
         return model
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with mock.patch.object(AutoModel, "from_config", _but_for_timm(AutoModel.from_config)):
+    towers = mock.patch.object(AutoModel, "from_config", _but_for_timm(AutoModel.from_config))
+    with towers, torch.random.fork_rng(devices=[]):
         loaded = type(model).from_pretrained(None, config=model.config, state_dict=state, dtype=dtype).eval()
     loaded.generation_config.pad_token_id = 2
     return loaded
