@@ -403,3 +403,15 @@ def tiny_model(model_type: str, seed: int = 0, **settings):
                 tensor.normal_()
     model.generation_config.pad_token_id = 2
     return model
+
+
+def as_loaded(model, dtype):
+    """Return a model of `tiny_model` as `from_pretrained` reads it, which leaves some parts in float32."""
+    if dtype == torch.float32:
+        return model
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    towers = mock.patch.object(AutoModel, "from_config", _but_for_timm(AutoModel.from_config))
+    with towers, torch.random.fork_rng(devices=[]):
+        loaded = type(model).from_pretrained(None, config=model.config, state_dict=state, dtype=dtype).eval()
+    loaded.generation_config.pad_token_id = 2
+    return loaded

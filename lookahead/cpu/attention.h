@@ -314,7 +314,7 @@ struct Attention {
     long start = 0;              // position of the first key
     const long* near = nullptr;  // [rows]: the first of a row's near keys. Without it, all keys are far
     float cap = 0;               // bound of scores, or 0
-    const T* sinks = nullptr;    // [heads]: the score of a key without a value, which only `join` adds; or null
+    Weights<T> sinks = {};       // [heads]: the score of a key without a value, which only `join` adds; or null
     const T* more = nullptr;     // the last more_size numbers of each key, if they are stored separately; or null
     long more_size = 0, more_stride = 0;
     const float* biases = nullptr;  // [heads][bias_count], added to the scores of keys by their position; or null
@@ -357,7 +357,7 @@ struct Attention {
     // Join `count` parts of a query of a key head. Parts follow each other, each with all queries of the head.
     void join(long head, long query, const Part& parts, long count) const {
         const long n = queries(), of = head * (heads / key_heads) + query / rows;
-        const float sink = sinks ? number(sinks[of]) : HIDDEN;
+        const float sink = sinks.numbers ? sinks[of] : HIDDEN;
         float largest = sink, total = 0, sums[MAX_SIZE];
         std::fill_n(sums, value_size, 0.0f);
         for (long i = 0; i < count; i++) largest = std::max(largest, parts.largest[i * n + query]);
@@ -366,7 +366,7 @@ struct Attention {
             total += share * parts.total[i * n + query];
             for (long d = 0; d < value_size; d++) sums[d] += share * parts.sums[(i * n + query) * value_size + d];
         }
-        if (sinks) total += exponential<8>(Lanes<8>::Floats{} + sink - largest)[0];
+        if (sinks.numbers) total += exponential<8>(Lanes<8>::Floats{} + sink - largest)[0];
         T* to = out + (query % rows * heads + of) * value_size;
         for (long d = 0; d < value_size; d++) store(sums[d] / total, to + d);
     }

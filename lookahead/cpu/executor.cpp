@@ -58,6 +58,8 @@ constexpr int SPINS = 2048;       // 0.1 ms where a pause takes 140 cycles, a te
     FIELD(const T*, weight)  /* of a norm, an embedding, heads, taps, scales or streams; or sinks of attention */ \
     FIELD(long, format)      /* in which the weights of an embedding are (`Format`) */                  \
     FIELD(const T*, bias)    /* of a norm or taps, or an embedding of positions; or null */             \
+    FIELD(long, has_wide_weight)  /* of taps, log_speeds or sinks: in float32, whatever T is, */        \
+    FIELD(long, has_wide_bias)    /* as may be their bias */                                             \
     FIELD(const void*, products) /* [count] of `Product`; of experts: the router, then those of each */ \
     FIELD(long, count)                                                                                  \
     FIELD(long, is_each_shared)  /* each product is shared out by itself, not all of them together */   \
@@ -97,7 +99,6 @@ constexpr int SPINS = 2048;       // 0.1 ms where a pause takes 140 cycles, a te
     FIELD(long, separates)   /* and come to stand in two halves */                                      \
     FIELD(long, taps)        /* of a convolution, */                                                    \
     FIELD(long, first)       /* and its first channel among those of its layer; or a first stream */    \
-    FIELD(const float*, log_speeds)  /* [heads], of decays by key, which `biases` are added to */       \
     FIELD(const T*, skips)   /* [heads], by which a recurrence adds its values */                       \
     FIELD(long, activation)                                                                             \
     FIELD(double, factor)    /* of what is embedded, scaled, added, attended with, or of experts */     \
@@ -200,6 +201,16 @@ template <class T>
 struct Cached {
     CACHED(DECLARE, T)
 };
+template <class T>
+static Weights<T> weights_of(const Operation<T>& of) {
+    return {of.weight, of.has_wide_weight != 0};
+}
+
+template <class T>
+static Weights<T> biases_of(const Operation<T>& of) {
+    return {of.bias, of.has_wide_bias != 0};
+}
+
 template <class T>
 static recurrence::Inputs<T> inputs_of(const Cached<T>& cache) {
     return {cache.inputs, cache.inputs_of_rows, cache.channels, cache.columns};
@@ -427,6 +438,20 @@ static INLINE Floats activated(Floats x) {
     return ACTIVATION == RELU ? positive : positive * positive;
 }
 
+// The activation of WIDTH sums that were rounded to T.
+template <long ACTIVATION, class T>
+static recurrence::Floats of_sums(recurrence::Floats x) {
+    return activated<ACTIVATION, T>(all_rounded_to<T>(x));
+}
+
+template <class T>
+static auto of_sums(long activation) {
+    recurrence::Floats (*const all[])(recurrence::Floats) = {
+#define OF_SUMS(NAME) of_sums<NAME, T>,
+        ACTIVATIONS(OF_SUMS)};
+    return all[activation];
+}
+
 // The activation of WIDTH numbers, times others if there are any.
 template <long ACTIVATION, class T>
 static INLINE void activate(const T* gate, const T* up, T* out) {
@@ -650,7 +675,7 @@ struct Thread {
         long far_parts, parts;
         long ends[MOST_PARTS + 1];  // where each part of the far keys begins, and where the last one ends
 
-        bool is_joined() const { return parts > 1 || all.sinks; }
+        bool is_joined() const { return parts > 1 || all.sinks.numbers; }
         long queries() const { return all.queries() * all.key_heads; }
         long near_blocks() const { return (all.queries() + attention::QUERIES - 1) / attention::QUERIES; }
         long far_items() const { return far_parts * all.key_heads * all.blocks(); }
@@ -672,7 +697,7 @@ struct Thread {
             buffer(attend.x) + sequence.begin * attend.width, cache.keys, cache.values, nullptr, cache.hidden,
             buffer(attend.out) + of_out, heads, attend.count, rows, keys, cache.masked, attend.size, attend.value_size,
             attend.size, attend.width, cache.key_stride, cache.value_stride, float(attend.factor), start,
-            pass.has_near ? near_of : nullptr, float(attend.cap), attend.weight};
+            pass.has_near ? near_of : nullptr, float(attend.cap), weights_of(attend)};
         if (attend.is_latent) {
             all.more = cache.values, all.more_size = attend.size - attend.value_size, all.more_stride = cache.value_stride;
             all.value = cache.keys, all.value_stride = cache.key_stride;
@@ -839,26 +864,27 @@ struct Thread {
     // This thread's share of the channels.
     void convolve(const Operation<T>& of) {
         const long begin = share(of.width, index), end = share(of.width, index + 1);
+        const auto activated = of.has_wide_weight ? of_sums<float>(of.activation) : of_sums<T>(of.activation);
         for_sequences(of, [&](const Sequence<T>& sequence, const Cached<T>& cache) {
             const recurrence::Convolution<T> some = {
-                buffer(of.x) + sequence.begin * of.width, of.weight, of.bias, buffer(of.out) + sequence.begin * of.width,
-                of.width, of.taps, sequence.rows, pass.parents + sequence.begin, inputs_of(cache), of.first};
+                buffer(of.x) + sequence.begin * of.width, weights_of(of), biases_of(of),
+                buffer(of.out) + sequence.begin * of.width, of.width, of.taps, sequence.rows,
+                pass.parents + sequence.begin, inputs_of(cache), of.first, activated};
             some.compute(begin, end);
         });
     }
 
     // This thread's heads, all rows of each.
-    template <class L>
-    void delta(const Operation<T>& of, const L* log_speeds, const L* biases) {
+    void delta(const Operation<T>& of) {
         const T *const queries = buffer(of.x), *const keys = buffer(of.y), *const values = buffer(of.temporary[0]);
         const T *const decays = buffer(of.temporary[1]), *const rates = buffer(of.temporary[2]);
         const long heads = of.heads, of_values = heads * of.value_size;
         for_sequences(of, [&](const Sequence<T>& sequence, const Cached<T>& cache) {
             const long begin = sequence.begin;
             const recurrence::State state = state_of(cache);
-            const recurrence::Delta<T, L> some = {
+            const recurrence::Delta<T> some = {
                 queries + begin * of.width, keys + begin * of.width, values + begin * of_values,
-                decays + begin * heads * state.decays, rates + begin * heads, log_speeds, biases,
+                decays + begin * heads * state.decays, rates + begin * heads, weights_of(of), biases_of(of),
                 buffer(of.out) + begin * of_values, of.width / of.size, sequence.rows, float(of.factor),
                 float(of.limit), pass.parents + begin, state};
             for (long head = index; head < heads; head += pass.threads) some.compute(head, of_recurrence);
@@ -1260,8 +1286,8 @@ struct Thread {
                 case APPEND: append(now); break;
                 case ATTEND: attend(now); break;
                 case CONVOLVE: convolve(now); break;
-                case DELTA: delta(now, now.weight, now.bias); break;
-                case DELTABYKEY: delta(now, now.log_speeds, now.biases); break;
+                case DELTA:
+                case DELTABYKEY: delta(now); break;
                 case SCAN: scan(now); break;
                 case GATE:
                 case EXPERTS: activate_by_kind(now); break;

@@ -116,7 +116,7 @@ class Operation:
         return [tensor for tensor in found if isinstance(tensor, torch.Tensor)]
 
     def wide(self) -> list[torch.Tensor]:
-        """Those of its `tensors` that are in float32 in every program."""
+        """Those of its `tensors` that are in float32, whatever the program's dtype."""
         return []
 
     @property
@@ -301,10 +301,11 @@ class Attend(Operation):
     out = softmax(scaling * queries @ keys, where not hidden) @ values. size: of a head of queries. Neighbouring heads
     share a key head. Other operations may have appended keys and values to the layer. cap: scores s become cap * tanh(s
     / cap), unless it is 0 (Gemma 2, arXiv 2408.00118). sinks: [heads], of each the score of a key without a value (Xiao
-    et al. 2023, arXiv 2309.17453). is_latent: keys are also the values, and what the cache holds as values are further
-    numbers of each key (DeepSeek-V2, arXiv 2405.04434). biases: float32 [heads, positions], contiguous: what is added
-    to the score of a key, by its position (ALiBi, Press et al. 2022, arXiv 2108.12409). by_distance: the last one is
-    that of the query's own position, behind which no key stands. rounds_scores: scores are rounded then.
+    et al. 2023, arXiv 2309.17453), in float32 or the program's dtype. is_latent: keys are also the values, and what the
+    cache holds as values are further numbers of each key (DeepSeek-V2, arXiv 2405.04434). biases: float32 [heads,
+    positions], contiguous: what is added to the score of a key, by its position (ALiBi, Press et al. 2022, arXiv
+    2108.12409). by_distance: the last one is that of the query's own position, behind which no key stands.
+    rounds_scores: scores are rounded then.
     """
 
     x: Value
@@ -332,7 +333,11 @@ class Attend(Operation):
 
     def cpp_fields(self) -> dict[str, Any]:
         named = {"index": self.layer, "count": self.key_heads, "factor": self.scaling, "weight": self.sinks}
-        return {**named, "positions": 0 if self.biases is None else self.biases.shape[1]}
+        named |= {"has_wide_weight": bool(self.wide()), "positions": 0 if self.biases is None else self.biases.shape[1]}
+        return named
+
+    def wide(self) -> list[torch.Tensor]:
+        return [tensor for tensor in self.tensors() if tensor.dtype == torch.float32]
 
     def within_limits(self, limits: Mapping[str, int]) -> bool:
         return max(self.size, self.value_size) <= MAX_HEAD_DIM

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from lookahead.cpu.operations import Append, Attend, Embed, Logits, Operation, Rotary, Value
-from lookahead.cpu.products import Linear
+from lookahead.cpu.products import Format, Linear
 
 if TYPE_CHECKING:
     from lookahead.cpu.states import StateShape
@@ -96,6 +96,17 @@ class Program:
         """All tensors, also those that the weights of linear layers were made of."""
         parts = [tensor for linear in self.linears for tensor in linear.tensors()]
         return parts + [tensor for operation in self.operations for tensor in operation.tensors()]
+
+    @property
+    def mixed(self) -> Operation | None:
+        """The first operation with floats of another dtype than the program's, which it cannot read beside them."""
+        for operation in self.operations:
+            wide = set(map(id, operation.wide()))
+            of_linears = [linear.weight for linear in operation.linears if linear.format == Format.FLOATS]
+            narrow = [*of_linears, *(tensor for tensor in operation.tensors() if id(tensor) not in wide)]
+            if any(tensor.is_floating_point() and tensor.dtype != self.dtype for tensor in narrow):
+                return operation
+        return None
 
     def elsewhere(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Its tensors that are not in the memory of these, and so may have been computed from them."""

@@ -25,6 +25,11 @@ static inline Floats some(const T* from, long n) {
     return load(few);
 }
 
+template <class T>
+static inline Floats some(Weights<T> from, long begin, long n) {
+    return from.are_floats ? some((const float*)from.numbers + begin, n) : some((const T*)from.numbers + begin, n);
+}
+
 // Store the first n of these numbers, up to WIDTH.
 template <class T>
 static inline void store_some(Floats x, T* to, long n) {
@@ -55,14 +60,15 @@ struct Inputs {
 // A convolution of each channel (`Convolve` in operations.py) over the rows of one sequence.
 template <class T>
 struct Convolution {
-    const T* x;             // [rows][width], and so is `out`
-    const T* weight;        // [width][taps]
-    const T* bias;          // [width], or null
+    const T* x;               // [rows][width], and so is `out`
+    const Weights<T> weight;  // [width][taps]
+    const Weights<T> bias;    // [width], or null
     T* out;
     long width, taps, rows;
     const long* parents;    // [rows]: of each row; -1: what is held comes before it
     Inputs<T> inputs;
     long first;             // channel of these that belongs to the first number of a row
+    Floats (*activated)(Floats);  // of sums. One call for WIDTH of them takes less than it would to compile this for each
 
     // Channels begin..end-1.
     void compute(long begin, long end) const {
@@ -72,7 +78,8 @@ struct Convolution {
     void block(long begin, long n) const {
         Floats weights[MOST_TAPS], held[MOST_TAPS];
         for (long i = 0; i < taps; i++) {
-            T of_tap[WIDTH] = {}, of_column[WIDTH] = {};
+            float of_tap[WIDTH] = {};
+            T of_column[WIDTH] = {};
             for (long c = 0; c < n; c++) {
                 const long channel = first + begin + c, column = inputs.columns - taps + i;
                 of_tap[c] = weight[(begin + c) * taps + i];
@@ -80,7 +87,7 @@ struct Convolution {
             }
             weights[i] = load(of_tap), held[i] = load(of_column);
         }
-        const Floats added = bias ? some(bias + begin, n) : Floats{};
+        const Floats added = bias.numbers ? some(bias, begin, n) : Floats{};
         for (long row = 0; row < rows; row++) {
             const T* const now = x + row * width + begin;
             Floats sum = added;
@@ -88,7 +95,7 @@ struct Convolution {
                 sum += weights[i] * (at < 0 ? held[taps + at] : some(x + at * width + begin, n));
                 at = at < 0 ? at - 1 : parents[at];
             }
-            store_some(sum, out + row * width + begin, n);
+            store_some(activated(sum), out + row * width + begin, n);
             if (inputs.of_rows) std::copy_n(now, n, inputs.of_rows + row * inputs.channels + first + begin);
         }
         if (inputs.of_rows) return;
@@ -262,14 +269,13 @@ static inline float nearest(float x) {
     return number(rounded);
 }
 
-// The gated delta rule (`Delta` in operations.py) over the rows of one sequence. L: the type of log_speeds and biases,
-// which are floats where each key has a decay of its own (`DeltaByKey`).
-template <class T, class L>
+// The gated delta rule (`Delta` and `DeltaByKey` in operations.py) over the rows of one sequence.
+template <class T>
 struct Delta {
     const T *queries, *keys;           // [rows][key heads][keys]
     const T* values;                   // [rows][heads][values]
     const T *decays, *rates;           // [rows][heads][decays], [rows][heads]
-    const L *log_speeds, *biases;      // [heads], [heads][decays]
+    const Weights<T> log_speeds, biases;  // [heads], [heads][decays]
     T* out;                            // [rows][heads][values]
     long key_heads, rows;
     float factor, limit;               // of rates, and of the logarithms of decays; or 0
@@ -291,11 +297,11 @@ struct Delta {
 
     // The decays of a row's head.
     void decay(long at, long head, float* to) const {
-        const float speed = std::exp(number(log_speeds[head]));
+        const float speed = std::exp(log_speeds[head]);
         const bool of_keys = state.decays > 1;  // then the sum with 1 is rounded, which a high speed makes much of
         for (long i = 0; i < state.decays; i += WIDTH) {
             const long n = state.decays - i;
-            const Floats x = some(decays + at * state.decays + i, n) + some(biases + head * state.decays + i, n);
+            const Floats x = some(decays + at * state.decays + i, n) + some(biases, head * state.decays + i, n);
             if (limit) {
                 T logs[WIDTH];
                 ::store(times_sigmoid(Floats{} + limit, speed * x), logs);

@@ -98,8 +98,9 @@ class Reference:
                 if last[value] == i:
                     self.values.pop(value, None)
 
-    def rounded(self, x: torch.Tensor) -> torch.Tensor:
-        return x.to(self.dtype).to(self.wide)
+    def rounded(self, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """dtype: default: of the program."""
+        return x.to(dtype or self.dtype).to(self.wide)
 
     def states_after(self, path: Sequence[int]) -> dict[int, State]:
         """The states of layers after these rows are committed."""
@@ -132,12 +133,13 @@ class Reference:
             sums = self.rounded(self.rounded(sums) * scales.to(self.wide))
         return self.rounded(sums if bias is None else sums + bias.to(self.wide))
 
-    def activated(self, x: torch.Tensor, activation: op.Activation) -> torch.Tensor:
+    def activated(self, x: torch.Tensor, activation: op.Activation, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """dtype: of steps of the formula; default: of the program."""
         is_in_steps = activation in ("gelu_new", "gelu_bloom")
-        return self.rounded(self.gelu_in_steps(x, activation) if is_in_steps else ACTIVATIONS[activation](x))
+        return self.rounded(self.gelu_in_steps(x, activation, dtype) if is_in_steps else ACTIVATIONS[activation](x))
 
-    def gelu_in_steps(self, x: torch.Tensor, activation: op.Activation) -> torch.Tensor:
-        rounded, factor = self.rounded, math.sqrt(2 / math.pi)
+    def gelu_in_steps(self, x: torch.Tensor, activation: op.Activation, dtype: torch.dtype | None) -> torch.Tensor:
+        rounded, factor = partial(self.rounded, dtype=dtype), math.sqrt(2 / math.pi)
         if activation == "gelu_bloom":
             z = rounded(rounded(factor * x) * rounded(1 + rounded(rounded(0.044715 * x) * x)))
         else:
@@ -265,7 +267,8 @@ class Reference:
         for row in range(len(x)):
             before = torch.cat([held, x[self.path_to(row)].T], dim=1)[:, -convolve.taps :]
             sums[row] += (before * weight).sum(1)
-        return self.rounded(sums)
+        dtype = convolve.weight.dtype
+        return self.activated(self.rounded(sums, dtype), convolve.activation, dtype)
 
     @computed.register
     def _(self, delta: op.Delta) -> torch.Tensor:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from lookahead.cpu import native
-from lookahead.cpu.operations import Operation, Part, Value
+from lookahead.cpu.operations import Activation, Operation, Part, Value
 
 _COMMITS = [ctypes.c_void_p, ctypes.c_long] * 2 + [ctypes.c_long]
 _commits = cache(partial(native.kernels, "commit", native.FLOATS, _COMMITS))
@@ -72,9 +72,10 @@ class Places(NamedTuple):
 class Convolve(Operation):
     """A short causal convolution: each channel of a row, and of the rows before it, by the weights of the channel.
 
-    out = weight[:, -1] * x + weight[:, -2] * x of the parent + ... + bias. weight: [width, taps]. bias: [width]. Before
-    the first rows of a step come the inputs in a layer of the cache, for this operation from its channel `first` on.
-    The layer gets the inputs of the accepted rows in the commit.
+    out = activation(weight[:, -1] * x + weight[:, -2] * x of the parent + ... + bias). weight: [width, taps]. bias:
+    [width], of the weight's dtype. In it, the sum is rounded; in float32, it is not. Before the first rows of a step
+    come the inputs in a layer of the cache, for this operation from its channel `first` on. The layer gets the inputs
+    of the accepted rows in the commit.
     """
 
     x: Value
@@ -83,6 +84,7 @@ class Convolve(Operation):
     layer: int
     bias: torch.Tensor | None = None
     first: int = 0
+    activation: Activation = "identity"
 
     @property
     def taps(self) -> int:
@@ -94,7 +96,11 @@ class Convolve(Operation):
         return "outputs", self.x.width
 
     def cpp_fields(self) -> dict[str, Any]:
-        return {"index": self.layer}
+        is_wide = bool(self.wide())
+        return {"index": self.layer, "has_wide_weight": is_wide, "has_wide_bias": is_wide}
+
+    def wide(self) -> list[torch.Tensor]:
+        return self.tensors() if self.weight.dtype == torch.float32 else []
 
     def within_limits(self, limits: Mapping[str, int]) -> bool:
         return self.taps <= limits["MOST_TAPS"]
@@ -147,7 +153,8 @@ class _Recurrence(Operation):
     def cpp_fields(self) -> dict[str, Any]:
         others = [value for value in self.values_read() if value not in (self.x, self.keys)]
         named = {"y": self.keys, "index": self.layer, "weight": self.log_speeds, "bias": self.biases}
-        return {**named, "temporary": others}
+        are_wide = (tensor.dtype == torch.float32 for tensor in (self.log_speeds, self.biases))
+        return {**named, "temporary": others} | dict(zip(("has_wide_weight", "has_wide_bias"), are_wide, strict=True))
 
     def within_limits(self, limits: Mapping[str, int]) -> bool:
         return self.size <= limits["MOST_STATE_KEYS"]
@@ -176,8 +183,8 @@ class Delta(_Recurrence):
     S = d * P + k u^T, where P is the parent's, u = r * (v - d * P^T k), and out = S^T q. Queries x and keys are divided
     by their length, queries also by the root of `size`. d = exp(-exp(log_speeds) * softplus(decays + biases)), and r =
     factor * sigmoid(rates), whose sigmoid is rounded. heads: of values; neighbouring ones share a head of queries and
-    keys, of this size. log_speeds, biases: [heads]. Before the first rows of a step comes the state in a layer of the
-    cache, which gets the updates of the accepted rows in the commit.
+    keys, of this size. log_speeds, biases: [heads], each in float32 or the program's dtype. Before the first rows of a
+    step comes the state in a layer of the cache, which gets the updates of the accepted rows in the commit.
     """
 
     x: Value
@@ -193,6 +200,9 @@ class Delta(_Recurrence):
     size: int
     factor: float = 1.0
 
+    def wide(self) -> list[torch.Tensor]:
+        return [tensor for tensor in self.tensors() if tensor.dtype == torch.float32]
+
     @property
     def _of_heads(self) -> set[int]:
         return {self.decays.width, self.rates.width, len(self.log_speeds), len(self.biases)}
@@ -202,15 +212,12 @@ class Delta(_Recurrence):
 class DeltaByKey(Delta):
     """The delta rule with a decay for each number of a key (Kimi Linear, arXiv 2510.26692): d is [keys, 1].
 
-    decays: [heads * size] of a row, as are the biases. log_speeds: [heads]. Both are float32. softplus(x) is log(1 +
-    exp(x)), whose sum is rounded to float32: where x is far below 0, all of its digits but the first few are lost.
-    limit: unless it is 0, log(d) is limit * sigmoid(exp(log_speeds) * x), rounded (Ling 3).
+    decays: [heads * size] of a row, as are the biases. log_speeds: [heads]. softplus(x) is log(1 + exp(x)), whose sum
+    is rounded to float32: where x is far below 0, all of its digits but the first few are lost. limit: unless it is 0,
+    log(d) is limit * sigmoid(exp(log_speeds) * x), rounded (Ling 3).
     """
 
     limit: float = 0.0
-
-    def wide(self) -> list[torch.Tensor]:
-        return [self.log_speeds, self.biases]
 
     @property
     def decay_size(self) -> int:

@@ -111,6 +111,15 @@ static INLINE float rounded_to(float x) {
     return number(nearest);
 }
 
+// Weights in float32, or else of type T. Null if there are none.
+template <class T>
+struct Weights {
+    const void* numbers = nullptr;
+    bool are_floats = false;
+
+    float operator[](long i) const { return are_floats ? ((const float*)numbers)[i] : number(((const T*)numbers)[i]); }
+};
+
 // WIDTH numbers.
 static inline Lanes<WIDTH>::Floats load(const float* x) {
     Lanes<WIDTH>::Floats some;

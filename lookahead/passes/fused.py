@@ -247,6 +247,8 @@ class FusedRunner(EagerRunner):
         """Read the model, and watch it from now on."""
         found = self._page.program()
         if not serves(found):
+            if (mixed := found.mixed) is not None:
+                raise UnknownModelError(f"weights of a {type(mixed).__name__} are not in the dtype of the embedding")
             raise UnknownModelError(_WRONG_WEIGHTS)
         rotary = self._page.rotary_module
         self._watch = Watch([module for module in self.model.modules() if module is not rotary])

@@ -168,8 +168,12 @@ class RandomProgram:
     def linear(self, outputs: int, inputs: int) -> Linear:
         return random_linear(self.rng, self.memory, outputs, inputs, self.dtype, transposes=True)
 
-    def numbers(self, *shape: int, mean: float = 0.0) -> torch.Tensor:
-        return self.memory.copy((torch.randn(shape) * 0.3 + mean).to(self.dtype))
+    def numbers(self, *shape: int, mean: float = 0.0, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return self.memory.copy((torch.randn(shape) * 0.3 + mean).to(dtype or self.dtype))
+
+    def either(self) -> torch.dtype:
+        """The dtype of weights that may be in float32 whatever the program's is."""
+        return self.rng.choice([self.dtype, torch.float32])
 
     def add(self, operation: Any) -> Value:
         self.operations.append(operation)
@@ -260,9 +264,10 @@ class RandomProgram:
         return self.products(self.add(values), x.width)[0]
 
     def convolved(self, x: Value, layer: int, first: int = 0, taps: int = 3) -> Value:
-        weight = self.numbers(x.width, taps)
-        bias = self.numbers(x.width) if self.rng.random() < 0.3 else None
-        return self.add(op.Convolve(x, Value(x.width), weight, layer, bias, first))
+        dtype, activation = self.either(), self.rng.choice(["identity", "silu", self.activation])
+        weight = self.numbers(x.width, taps, dtype=dtype)
+        bias = self.numbers(x.width, dtype=dtype) if self.rng.random() < 0.3 else None
+        return self.add(op.Convolve(x, Value(x.width), weight, layer, bias, first, activation))
 
     def short_convolution(self, x: Value) -> Value:
         """Between gates, as in LFM2."""
@@ -286,12 +291,12 @@ class RandomProgram:
         *parts, gate, decays, rates = self.products(x, *widths, heads * values, of_decays, heads)
         convolved = []
         for part in parts:
-            convolved.append(self.add(op.Gate(self.convolved(part, layer, first, taps), Value(part.width), "silu")))
+            convolved.append(self.convolved(part, layer, first, taps))
             first += part.width
         q, k, v = convolved
         out, factor = Value(heads * values), self.rng.choice([1.0, 2.0])
-        kind, dtype = (op.DeltaByKey, torch.float32) if by_key else (op.Delta, self.dtype)
-        speeds = (self.memory.copy(self.numbers(count).to(dtype)) for count in (heads, of_decays))
+        kind = op.DeltaByKey if by_key else op.Delta
+        speeds = (self.numbers(count, dtype=self.either()) for count in (heads, of_decays))
         limit = {"limit": self.rng.choice([0.0, -0.5, -5.0])} if by_key else {}
         delta = self.add(kind(q, out, k, v, decays, rates, *speeds, layer, heads, keys, factor, **limit))
         normed = self.norm(delta, values, chance=0.7)
@@ -309,7 +314,7 @@ class RandomProgram:
         gate, *parts, times = self.products(x, width, width, key_heads * keys, key_heads * keys, heads)
         convolved = []
         for part in parts:
-            convolved.append(self.add(op.Gate(self.convolved(part, layer, first, taps), Value(part.width), "silu")))
+            convolved.append(self.convolved(part, layer, first, taps))
             first += part.width
         v, k, q = convolved
         of_heads = [self.numbers(heads) for _ in range(3)]
@@ -330,7 +335,7 @@ class RandomProgram:
 
     def attended(self, q: Value, layer: int, size: int, value_size: int, width: int) -> Value:
         scaling = self.rng.choice([size**-0.5, 0.1])
-        cap, sinks = self.rng.choice([0.0, 0.0, 2.0, 30.0]), self.numbers(self.heads, mean=1.0)
+        cap, sinks = self.rng.choice([0.0, 0.0, 2.0, 30.0]), self.numbers(self.heads, mean=1.0, dtype=self.either())
         sinks = self.rng.choice([None, None, sinks])
         out, biases = Value(self.heads * value_size), dict[str, Any]()
         if not cap and self.rng.random() < 0.4:

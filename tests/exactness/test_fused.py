@@ -22,7 +22,7 @@ from transformers import CONFIG_MAPPING
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.gptj import modeling_gptj
 from transformers.models.rembert import modeling_rembert
-from zoo import BERTS, MIXED, tiny_model
+from zoo import BERTS, MIXED, as_loaded, tiny_model
 
 import lookahead
 from lookahead import LookaheadConfig
@@ -415,7 +415,8 @@ def test_it_computes_what_the_model_computes(
         family, seed, num_attention_heads=many, num_key_value_heads=few,
         max_position_embeddings=1024, attention_bias=bool(seed % 2),
         **sizes(family, width, intermediate, size, many, few),
-    ).to(dtype)  # fmt: skip
+    )  # fmt: skip
+    model = as_loaded(model, dtype)
     for parameter in model.parameters():  # norms and biases too
         if parameter.ndim == 1:
             parameter.data += 0.3 * torch.randn_like(parameter)
@@ -482,7 +483,7 @@ def sharp_model(family, heads, window, dtype):
     for parameter in model.parameters():
         if parameter.ndim == 2 and family != "hrm_text":  # whose cycles would make 0.01 of a last digit
             parameter.data *= 4
-    model = model.to(dtype)
+    model = as_loaded(model, dtype)
     return model, capabilities.find_adapter(model)
 
 
@@ -602,7 +603,7 @@ def test_it_reads_prompts_as_the_model_does(family, counts, at_once, keep, dtype
     model = tiny_model(family, seed, max_position_embeddings=1024, **sizes(family, 64, 64, 16))
     if packs:
         in_blocks(model, 1)
-    model = model.to(dtype)
+    model = as_loaded(model, dtype)
     adapter, layers = capabilities.find_adapter(model), (0, 2)
     eager = EagerRunner(model, adapter, layers)
     fused = FusedRunner(model, adapter, layers, packs or family in TRANSPOSED)
@@ -740,7 +741,7 @@ def test_it_rounds_where_the_model_rounds(family, monkeypatch):
     """If the model's own code uses our products and attention, too, nearly all numbers are the same to the last bit."""
     monkeypatch.setattr(products, "MIN_WEIGHTS", 0)
     width, size = (64, 16) if family == "opt" else (96, 24)  # it rounds queries before they are scaled, by 1/4
-    model = tiny_model(family, **sizes(family, width, 64, size)).to(torch.bfloat16)
+    model = as_loaded(tiny_model(family, **sizes(family, width, 64, size)), torch.bfloat16)
     for parameter in model.parameters():
         if parameter.ndim == 1:
             parameter.data += 0.3 * torch.randn_like(parameter)
@@ -761,6 +762,32 @@ def test_it_rounds_where_the_model_rounds(family, monkeypatch):
     for layer in layers:
         alike(fused.hidden_states[layer], eager.hidden_states[layer])
     alike(fused.logits, eager.logits)
+
+
+WITHOUT_EXPERTS = {"mlp_layer_types": ["dense", "dense"]}
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [("bailing_hybrid", WITHOUT_EXPERTS), ("kimi_linear", WITHOUT_EXPERTS), ("olmo_hybrid", {}), ("flint", {})],
+)
+def test_parts_that_transformers_keeps_in_float32_are_computed_there(family, settings):
+    """Those of OLMo Hybrid are in no list of transformers': its class makes them so."""
+    if family not in FAMILIES:
+        pytest.skip("needs another transformers")
+    model = as_loaded(tiny_model(family, **{**sizes(family, 64, 64, 16), **settings}), torch.bfloat16)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32, torch.bfloat16}
+    adapter = capabilities.find_adapter(model)
+    eager, fused = of_both([EagerRunner(model, adapter), FusedRunner(model, adapter)], held=40, rows=60)
+    assert relative_error(fused.logits, eager.logits) < 2e-2
+
+
+def test_a_part_in_another_dtype_is_named():
+    model = tiny_model("mamba2", **sizes("mamba2", 64, 64, 16)).to(torch.bfloat16)
+    mixer = model.backbone.layers[0].mixer
+    mixer.A_log = nn.Parameter(mixer.A_log.detach().float())
+    with pytest.raises(UnknownModelError, match="weights of a Scan are not in the dtype of the embedding"):
+        FusedRunner(model, capabilities.find_adapter(model))
 
 
 def test_sums_of_layers_in_float32_are_left_to_the_model():

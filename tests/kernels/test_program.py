@@ -9,21 +9,23 @@ import numpy as np
 import pytest
 import torch
 import zoo
-from hypothesis import given, note
+from hypothesis import given, note, settings
 from hypothesis import strategies as st
-from test_fused import FAMILIES, LEFT_OUT, VARIANTS
+from test_fused import FAMILIES, LEFT_OUT, MIXTURES, STATES, VARIANTS
 from test_lossless import random_cases
 from torch import nn
 from transformers import CONFIG_MAPPING
-from zoo import tiny_model
+from transformers.models.qwen3_next import modeling_qwen3_next
+from zoo import as_loaded, tiny_model
 
 from lookahead.compat import forward_arguments
 from lookahead.cpu import blocks, native
 from lookahead.cpu.executor import Executor, Rows
-from lookahead.cpu.operations import Add, Embed, Experts, Logits, Norm, Products, Value
+from lookahead.cpu.operations import Add, Convolve, Embed, Experts, Keep, Logits, Norm, Products, Value
 from lookahead.cpu.products import Linear
 from lookahead.cpu.program import Program
 from lookahead.cpu.reference import Reference, State
+from lookahead.cpu.states import Places
 from lookahead.models.families import HOMES, page_for, page_of
 from lookahead.models.families.around import AROUND
 from lookahead.models.families.lfm2 import Lfm3
@@ -81,9 +83,50 @@ def test_all_families_have_been_tried():
     pages = {name: page_for(name) for name in HOMES}
     assert [page.__name__ + page.suffix for page in pages.values()] == list(pages)
     missing = set() if "lfm3" in CONFIG_MAPPING else {Lfm3}  # in older transformers
-    models = map(tiny_model, [*FAMILIES, *LEFT_OUT])
-    tried = {type(page_of(model)) for model in models if type(model).__name__ not in AROUND}
+    models = {family: tiny_model(family) for family in [*FAMILIES, *LEFT_OUT]}
+    tried = {type(page_of(model)) for model in models.values() if type(model).__name__ not in AROUND}
     assert tried == set(pages.values()) - missing
+    for family in {*MIXTURES, *STATES}:  # of which transformers keeps parts in float32
+        program = page_of(as_loaded(models[family], torch.bfloat16)).program()
+        assert program.dtype == torch.bfloat16
+        assert program.mixed is None, family
+
+
+@pytest.mark.skipif(not hasattr(modeling_qwen3_next, "causal_conv1d_update"), reason="needs another transformers")
+@settings(max_examples=40, deadline=None)
+@given(
+    width=st.integers(1, 3).map(lambda n: 32 * n),
+    taps=st.integers(2, 5),
+    rows=st.integers(1, 9),
+    has_bias=st.booleans(),
+    activation=st.sampled_from([None, "silu", "gelu", "gelu_new", "relu2"]),
+    dtypes=st.sampled_from([[torch.float32] * 2, [torch.bfloat16] * 2, [torch.bfloat16, torch.float32]]),
+)
+def test_a_convolution_rounds_where_that_of_transformers_rounds(width, taps, rows, has_bias, activation, dtypes):
+    """Weights in float32 take inputs in bf16. Until the activation is applied, nothing is rounded then."""
+    note(f"{width=} {taps=} {rows=} {has_bias=} {activation=} {dtypes=}")
+    dtype, of_weights = dtypes
+    torch.manual_seed(taps + rows)
+    weight, embedding = torch.randn(width, taps).to(of_weights), torch.randn(rows, width).to(dtype)
+    bias = torch.randn(width).to(of_weights) if has_bias else None
+    held = torch.randn(width, taps - 1).to(dtype)
+    x, out = Value(width), Value(width)
+    named = {None: "identity", "relu2": "relu_squared"}.get(activation, activation)
+    convolve = Convolve(x, out, weight, 0, bias, activation=named)
+    program = Program([Embed(x, embedding), convolve, Keep(out, 0), Logits(out, Linear(torch.eye(width).to(dtype)))])
+    ids, inputs = np.arange(rows), held.clone()
+    places = Places(inputs.data_ptr(), 0, taps - 1, 0, 0)
+    one = Rows(ids, ids, [(0, 0, 0, 0)], [0], [(None, [0])], 0, parents=ids - 1, states=[places])
+    _, kept, *_ = Executor(program).run([one], {}, outputs=(0,))
+    expected = torch.stack(
+        [
+            modeling_qwen3_next.causal_conv1d_update(row[None, :, None], held[None], weight, bias, activation)[0, :, 0]
+            for row in embedding
+        ]
+    )
+    assert torch.equal(inputs, held)
+    assert relative_error(kept[0], expected) < (1e-6 if dtype == torch.float32 else 1e-3)
+    assert dtype == torch.float32 or (kept[0] != expected).sum() <= 2 + 0.02 * expected.numel()
 
 
 def test_random_programs_are_computed_as_the_reference_says():

@@ -20,8 +20,7 @@ class WithSinks(Llama):
     slides: Slides = "by type"
 
     def attended(self, q: Value, k: Value, v: Value, attention: Any) -> Value:
-        sinks = attention.sinks
-        return self.attend(q, k, v, attention, sinks=None if sinks is None else sinks.to(self.model.dtype))
+        return self.attend(q, k, v, attention, sinks=attention.sinks)
 
 
 class GptOss(WithSinks):

@@ -45,6 +45,10 @@ class GPTJ(Llama):
 
 
 class CodeGen(GPTJ):
+    @property
+    def rotary_rounds_once(self) -> bool:  # type: ignore[override]  # a model that was not cast as a whole does
+        return self.rotary_module.embed_positions.dtype == torch.float32
+
     def attention(self, x: Value, attention: Any, name: str) -> Value:
         """One layer gives query, value and key, in the parts of the machines that it was trained on."""
         self.own(attention, "Attention")

@@ -31,7 +31,7 @@ class KimiLinear(DeepseekV3):
         for module in then_decays:
             decays = self.product(decays, module)
         q, k, v = convolved(self, parts, attention)
-        log_speeds, biases = (tensor.detach().float().flatten() for tensor in (forget.A_log, forget.dt_bias))
+        log_speeds, biases = (tensor.detach().flatten() for tensor in (forget.A_log, forget.dt_bias))
         settings: dict[str, Any] = {"layer": attention.layer_idx, "heads": attention.num_heads}
         settings |= {"size": attention.head_dim, "limit": self.limit(forget)}
         delta = self._add(op.DeltaByKey(q, Value(v.width), k, v, decays, rates, log_speeds, biases, **settings))
