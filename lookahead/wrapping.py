@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from typing import Any, SupportsIndex
 
 import torch
@@ -15,8 +15,7 @@ from lookahead.engine import loop
 from lookahead.engine.engine import Lookahead
 from lookahead.guessing.bigrams import new_pool
 from lookahead.guessing.source import GuessSource
-from lookahead.models.kept import release
-from lookahead.models.state import state_of
+from lookahead.models.state import forget, state_of
 from lookahead.passes import packed
 from lookahead.passes.capabilities import find_adapter, fused_runner
 from ngram_pool import NgramPool
@@ -98,35 +97,7 @@ def _wrapped_class(cls: type) -> type[LookaheadMixin]:
     if made is not None:  # while a model has it: a class of the user's is not kept alive
         return made
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    return _metaclass(type(cls))(cls.__name__, (LookaheadMixin, cls), names)
-
-
-@cache
-def _metaclass(own: type[type]) -> type[type]:
-    """The class of wrapped classes. own: that of the class that is wrapped.
-
-    What is set on ``type(model)`` is set on the model's own class: it serves other models of the class, and stays when
-    the model is unwrapped.
-    """
-
-    class OfWrapped(own):  # type: ignore[misc, valid-type]  # only known here
-        def __setattr__(cls, name: str, value: Any) -> None:
-            if _is_wrapped(cls):
-                setattr(_own_class(cls), name, value)
-            else:  # one that was derived from it
-                super().__setattr__(name, value)
-
-        def __delattr__(cls, name: str) -> None:
-            if _is_wrapped(cls):
-                delattr(_own_class(cls), name)
-            else:
-                super().__delattr__(name)
-
-    return OfWrapped
-
-
-def _is_wrapped(cls: type) -> bool:
-    return cls.__bases__[0] is LookaheadMixin
+    return type(cls.__name__, (LookaheadMixin, cls), names)
 
 
 def _new_wrapped(cls: type) -> "LookaheadMixin":
@@ -228,5 +199,5 @@ def unwrap(model: PreTrainedModel) -> PreTrainedModel:
             model.__class__ = _own_class(type(model))
             del model.lookahead
             _use_kernels(model, False)
-            release(model)
+            forget(model)
     return model

@@ -52,11 +52,6 @@ class OfModels(Generic[T]):
             kept.values.pop(self, None)
 
 
-def release(model: nn.Module) -> None:
-    """Keep nothing of this model any more."""
-    vars(model).pop(ATTRIBUTE, None)
-
-
 def _kept_of(model: nn.Module) -> _Kept | None:
     found = vars(model).get(ATTRIBUTE)
     return found if type(found) is _Kept and found.model() is model else None  # not of a model that this is a copy of

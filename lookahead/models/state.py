@@ -194,6 +194,11 @@ def state_of(model: PreTrainedModel) -> State:
     return state
 
 
+def forget(model: PreTrainedModel) -> None:
+    """Release the parts of a model. What was learned of it stays, so another wrap need not try it again."""
+    _states.pop(model)
+
+
 def _origin(of_modules: list[type], registered: list[tuple[str, str, Any]], before: State | None) -> Origin:
     """Follow these classes, unless that was done already, for a model of the same ones. before: of this model."""
     classes = frozenset(of_modules)

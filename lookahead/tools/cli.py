@@ -241,7 +241,7 @@ def chat(**options: Any) -> None:
 @click.option("--host", default="localhost", show_default=True, help="Address to listen on.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0: any free port.")
 @click.option("--cache-mb", type=click.IntRange(min=0), default=1024, show_default=True,
-              help="Memory for KV caches of earlier conversations, which are then not computed again; 0: none.")  # fmt: skip
+              help="Memory for KV caches of earlier conversations, which are not computed again; 0: none.")  # fmt: skip
 @click.option("--parallel", type=click.IntRange(1, 256), default=8, show_default=True,
               help="Most requests decoded at once. They share passes.")  # fmt: skip
 @click.option("--name", help="Name of the model in requests; the value of --model by default.")

@@ -604,7 +604,8 @@ def test_it_reads_prompts_as_the_model_does(family, counts, at_once, keep, dtype
     if packs:
         in_blocks(model, 1)
     model = as_loaded(model, dtype)
-    adapter, layers = capabilities.find_adapter(model), (0, 2)
+    adapter = capabilities.find_adapter(model)
+    layers = (0, 1) if family == "longcat_flash" else (0, 2)  # two layers of the cache are one of the model
     eager = EagerRunner(model, adapter, layers)
     fused = FusedRunner(model, adapter, layers, packs or family in TRANSPOSED)
     caches = [adapter.make_cache() for _ in range(2)]

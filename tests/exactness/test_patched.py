@@ -665,6 +665,8 @@ def test_a_model_that_is_as_it_was_is_not_tried_again():
         handle = model.model.layers[0].register_forward_hook(lambda *inputs: None)
         handle.remove()
         assert text_of(model) == usual
+        lookahead.unwrap(model)
+        assert text_of(lookahead.wrap(model, CONFIG)) == usual
 
 
 def test_a_hook_that_is_set_for_each_call_is_tried_once():
