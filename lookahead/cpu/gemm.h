@@ -134,8 +134,8 @@ static INLINE long k_block_of(long inputs, long group) {
     return ((inputs + parts - 1) / parts + unit - 1) / unit * unit;
 }
 
-// Compute outputs begin..end-1 of M rows, O at a time. then: prefetch from here on half as many bytes as are read. If null,
-// prefetch what is read next.
+// Compute outputs begin..end-1 of M rows, O at a time; there are at least O. then: prefetch from here on half as many bytes
+// as are read. If null, prefetch what is read next.
 template <class By, class Weight, int M, int O>
 static INLINE void multiply_tile(const typename By::Prepared* x, const Matrix<typename By::Number>& matrix, long row,
                                  long inputs, long begin, long end, const char* then) {
@@ -146,18 +146,18 @@ static INLINE void multiply_tile(const typename By::Prepared* x, const Matrix<ty
     const long far = std::max<long>(O, (AHEAD + bytes - 1) / bytes);  // outputs; with fewer, some would never be prefetched
     const char* const start = (const char*)matrix.template row<Weight>(begin, inputs);
     Floats spilled[MAX_SPILLED / O][N];
-    long first = begin;
-    while (first + O <= end) {
-        const long last = std::min(first + outputs, end) - O;
+    for (long first = begin; first < end; first += outputs) {
+        const long last = std::min(first + outputs, end);
         for (long from = 0; from < inputs; from += k_block) {
             const long to = std::min(from + k_block, inputs);
             const long distance = k_block >= inputs ? far * bytes  // a single K block
                                   : to < inputs     ? bytes_of_row<Weight>(k_block)
                                                     : outputs * bytes - bytes_of_row<Weight>(from);
             const Ahead ahead = then ? Ahead{start, then, 1} : Ahead{start, start + distance};
-            for (long o = first; o <= last; o += O) {
+            for (long next = first; next < last; next += O) {
+                const long o = std::min(next, end - O);  // the last ones may be computed twice
                 Floats partial[N] = {};
-                Floats* const before = spilled[(o - first) / O];
+                Floats* const before = spilled[(next - first) / O];
                 if (from > 0) memcpy(partial, before, sizeof partial);
                 add_k_block<By, M, O, Weight>(x, matrix, o, inputs, from, to, ahead, partial);
                 if (to < inputs) {
@@ -170,10 +170,7 @@ static INLINE void multiply_tile(const typename By::Prepared* x, const Matrix<ty
                 matrix.template put<M, O>(sums, row, o);
             }
         }
-        first += (last - first) / O * O + O;
     }
-    if constexpr (O > 1)
-        if (first < end) multiply_tile<By, Weight, M, 1>(x, matrix, row, inputs, first, end, then);
 }
 
 // The same for a number of rows that is known only at run time, with as many outputs as the registers leave room for.
@@ -182,8 +179,13 @@ static void multiply_tile_of(int rows, const typename By::Prepared* x, const Mat
                           long inputs, long begin, long end, const char* then) {
     if constexpr (M > 0) {
         constexpr int fitting = (REGISTERS - 2) / (M + 1), O = fitting < NR ? fitting : NR;
-        if (rows == M)
+        if (rows == M && end - begin >= O)
             multiply_tile<By, Weight, M, O>(x, matrix, row, inputs, begin, end, then);
+        else if constexpr (M == 1)  // with fewer outputs
+            multiply_tile<By, Weight, 1, 1>(x, matrix, row, inputs, begin, end, then);
+        else if (rows == M)
+            for (long m = 0; m < M; m++)
+                multiply_tile_of<By, Weight, 1>(1, x + m * inputs, matrix, row + m, inputs, begin, end, then);
         else
             multiply_tile_of<By, Weight, M - 1>(rows, x, matrix, row, inputs, begin, end, then);
     }
