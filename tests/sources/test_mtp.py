@@ -461,7 +461,7 @@ def test_a_small_hybrid_is_trained_with_such_a_layer(monkeypatch, tmp_path):
     monkeypatch.setattr(train_hybrid_model, "standard_library", lambda: ([text] * 2, [text] * 2))
     options = ["--tokenizer", str(DEMO_MODEL), "--steps", "2", "--batch", "2", "--context", "64"]
     result = CliRunner().invoke(train_hybrid_model.main, [*options, "--out", str(tmp_path)], catch_exceptions=False)
-    said = r"held-out loss [78]\.\d+ nats per token, [78]\.\d+ of the multi-token"
+    said = r"held-out loss [78]\.\d+ nats per token, [78]\.\d+ for the multi-token"
     assert re.search(said, result.output), result.output
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     assert "linear_attention" in model.config.layer_types

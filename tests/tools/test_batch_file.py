@@ -198,7 +198,7 @@ def test_a_file_cut_anywhere_is_continued(tmp_path_factory, data):
     [
         (b"my notes", "line 1 does not answer"),
         (b"my notes\n", "line 1 does not answer"),
-        (BEGINNINGS[0] + b"}\nmy notes", "line 2 is no answer"),
+        (BEGINNINGS[0] + b"}\nmy notes", "line 2 does not answer"),
         (BEGINNINGS[1] + b"}\n", "line 1 does not answer"),
         (b"\n", "line 1 does not answer"),
         (b"".join(one + b"}\n" for one in BEGINNINGS) + b"x", "more lines than there are prompts, 3"),
