@@ -288,9 +288,9 @@ def tensor_of(shape, kind=0, offset=0):
 @pytest.mark.parametrize(
     ("settings", "tensors", "reason"),
     [
-        ([setting(b"x", 9, "IQ", 12, 2**64 - 1)], [], "torn"),
-        ([setting(b"x", 9, "IQ", 7, 2**63 - 1), *of_llama()], [], "torn"),
-        ([setting(b"x", 9, "IQ", 9, 1) + NESTED], [], "torn"),
+        ([setting(b"x", 9, "IQ", 12, 2**64 - 1)], [], "truncated"),
+        ([setting(b"x", 9, "IQ", 7, 2**63 - 1), *of_llama()], [], "truncated"),
+        ([setting(b"x", 9, "IQ", 9, 1) + NESTED], [], "truncated"),
         ([setting(b"general.alignment", 4, "I", 0)], [], "the alignment 0"),
         ([setting(b"general.alignment", 5, "i", -32)], [], "the alignment -32"),
         ([setting(b"general.alignment", 8, "Q1s", 1, b"x")], [], "the alignment 'x'"),
@@ -300,12 +300,12 @@ def tensor_of(shape, kind=0, offset=0):
         (of_llama(), [tensor_of([0, 20])], "of F32 and shape"),
         (of_llama(), [tensor_of([33, 20], kind=8)], "of Q8_0 and shape"),
         (of_llama(), [tensor_of([32, 20], kind=999)], "type 999, which the package gguf does not know"),
-        (of_llama(), [tensor_of([32, 20], offset=2**64 - 1)], "torn"),
-        (of_llama(), [tensor_of([2**32, 2**32])], "torn"),
+        (of_llama(), [tensor_of([32, 20], offset=2**64 - 1)], "truncated"),
+        (of_llama(), [tensor_of([2**32, 2**32])], "truncated"),
         ([], [], "0 tensors for 32 layers"),
         (of_llama(block_count=2**31), [tensor_of([32, 20])], "1 tensors for 2147483648 layers"),
-        (of_llama(embedding_length=0), [tensor_of([32, 20])], "no model of the settings"),
-        (of_llama(**{"attention.head_count": 0}), [tensor_of([32, 20])], "no model of the settings"),
+        (of_llama(embedding_length=0), [tensor_of([32, 20])], "cannot make a model from the metadata"),
+        (of_llama(**{"attention.head_count": 0}), [tensor_of([32, 20])], "cannot make a model from the metadata"),
     ],
 )
 def test_a_hostile_file_is_refused(tmp_path, settings, tensors, reason):
