@@ -24,7 +24,8 @@ def why_plain(
         return "with an attention_mask that masks more than left padding"
     if held or (adapter.has_state and not hides_padding(model, adapter)):
         return "with padding, on a cache or in a model whose states include padding"
-    goes_by_columns = state_of(model).users is not None or not adapter.takes_position_ids
+    takes_columns = not (adapter.takes_position_ids or adapter.has_state)  # states were tried above
+    goes_by_columns = state_of(model).users is not None or takes_columns
     if goes_by_columns and not loop_gives_usual_inputs(model, adapter, generation, COLUMNS):
         return "with padding, which changes the text of this model"
     parts = model.get_decoder().modules()  # others read images, which may see all of themselves
