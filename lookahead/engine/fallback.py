@@ -87,7 +87,8 @@ def why_plain(
             "LookaheadConfig(allow_row_dependent=True) it is decoded, but writes other texts"
         )
     in_training, has_no_cache = bool(state_of(model).in_training), model_kwargs.get("use_cache") is False
-    if in_training or has_no_cache:
+    prepares = None if (users := state_of(model).users) is None else users.prepares
+    if in_training or has_no_cache or prepares:
         from lookahead.passes import conditions  # other calls have none to try
 
         if in_training and (change := conditions.what_training_changes(model, adapter)) is not None:
@@ -96,11 +97,8 @@ def why_plain(
             return "with use_cache=False, on a cache"  # to which each pass adds the whole text anew
         if has_no_cache and not conditions.same_without_cache(model, adapter):
             return "a model that writes another text with use_cache=False"
-    if (users := state_of(model).users) is not None and users.prepares is not None:
-        from lookahead.passes import conditions
-
-        if not conditions.loop_gives_usual_inputs(model, adapter, generation):
-            return f"a model that gives its passes other inputs than the usual ({users.prepares})"
+        if prepares and not conditions.loop_gives_usual_inputs(model, adapter, generation):
+            return f"a model that gives its passes other inputs than the usual ({prepares})"
     if len(ids) > 1 and not can_batch(model, adapter):
         why = "steps take one sequence" if adapter.can_branch else "guesses are single chains"
         return f"batches of a model whose {why}"

@@ -60,7 +60,7 @@ class UsersCode:
         for foreign in self._foreign:
             bases = foreign.cls.__mro__ if foreign.cls else ()
             is_of_transformers = any(base.__module__.startswith("transformers.models.") for base in bases)
-            # What a model of users gives its passes is tried (`conditions.what_loop_changes`).
+            # What a model of users gives its passes is tried (`conditions.loop_gives_usual_inputs`).
             is_tried = foreign.name in PREPARES and not (is_of_transformers or foreign.is_of_object)
             of_loop = foreign.name in OF_LOOP and not is_tried
             if of_loop or foreign.place.startswith(("transformers.cache_utils.", "transformers.generation.")):
