@@ -146,7 +146,7 @@ def test_lines_that_are_no_prompts(prompt, flaw, tmp_path):
 def test_json_too_deep_is_no_prompt(tmp_path):
     file = tmp_path / "prompts.jsonl"
     file.write_text("[" * 100_000)
-    assert "line 1 is not of" in CliRunner().invoke(main, ["audit", "--prompts", str(file)]).stderr
+    assert "line 1 is not in Spec-Bench" in CliRunner().invoke(main, ["audit", "--prompts", str(file)]).stderr
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")

@@ -212,7 +212,7 @@ def test_texts_go_on_where_they_stopped(tmp_path, few, demo):
     assert 0 < len(half) < len(whole)
     assert add_texts(parts, *demo, given, 130, 0) == whole == read_texts(parts)
     parts.write_text(parts.read_text() + '{"ids": [1]}\n')
-    with pytest.raises(Exception, match=f"parts.jsonl, line {len(whole) + 1} is no text"):
+    with pytest.raises(Exception, match=f"parts.jsonl, line {len(whole) + 1} is not a model's text"):
         read_texts(parts)
     parts.write_text('{"ids": [4096], "begin": 0}\n')
     with pytest.raises(Exception, match="tokens that the model lacks"):
