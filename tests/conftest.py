@@ -51,8 +51,19 @@ def costs_of_tiny_models(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True, scope="session")
-def verdicts_are_not_kept():
-    """Tests change our own code while they run, and a verdict would outlive that."""
+def verdicts_of_tests(tmp_path_factory):
+    """Out of the user's cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(verdicts, "FOLDER", tmp_path_factory.mktemp("verdicts"))
+        yield
+
+
+@pytest.fixture(autouse=True)
+def verdicts_of_code_that_tests_change(request):
+    """Not kept: a test that uses `monkeypatch` may change our own code, which a verdict would outlive."""
+    if "monkeypatch" not in request.fixturenames:
+        yield
+        return
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(verdicts, "path_of", lambda *args: None)
         yield

@@ -35,7 +35,7 @@ def texts_of(model):
     for ids in (PADDED[1:], PADDED):
         for how in ({"do_sample": False}, {"do_sample": True, "top_k": 0, "temperature": 0.8}):
             torch.manual_seed(3)
-            yield model.generate(ids, attention_mask=(ids != 2).long(), max_new_tokens=30, **how).tolist()
+            yield model.generate(ids, attention_mask=(ids != 2).long(), max_new_tokens=16, **how).tolist()
 
 
 def assert_same_texts(model):

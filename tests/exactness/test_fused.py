@@ -389,7 +389,7 @@ def sizes(family, width, intermediate, size, heads=4, key_heads=2):
     return {"hidden_size": width, "intermediate_size": intermediate, "head_dim": size}
 
 
-@settings(max_examples=100, deadline=None, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=70, deadline=None, phases=[Phase.explicit, Phase.generate])
 @given(
     family=st.sampled_from(FAMILIES),
     heads=st.sampled_from([(4, 4, 16), (6, 3, 32), (4, 1, 32), (3, 3, 64)]),
@@ -694,14 +694,14 @@ def test_texts_are_those_of_generate(family, settings, monkeypatch):
 
     def texts():
         for prompt in (IDS[:, :5], torch.arange(3, 43)[None]):
-            yield model.generate(prompt, **GREEDY).tolist()
+            yield model.generate(prompt, max_new_tokens=14, do_sample=False).tolist()
             torch.manual_seed(5)
-            yield model.generate(prompt, max_new_tokens=20, do_sample=True, temperature=0.8, top_k=0).tolist()
+            yield model.generate(prompt, max_new_tokens=14, do_sample=True, temperature=0.8, top_k=0).tolist()
 
     model = tiny_model(family, **(sizes(family, 64, 64, 16) if family in TRANSPOSED else {}), **settings)
     expected = list(texts())
     lookahead.wrap(model)
-    model.generate(IDS, **GREEDY)  # the probe compares with the model's own passes
+    model.generate(IDS, max_new_tokens=2, do_sample=False)  # the probe compares with the model's own passes
     if family in SEE_WHAT_FOLLOWS:
         assert "its attention is not causal" in model.lookahead.report()
         assert list(texts()) == expected

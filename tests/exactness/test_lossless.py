@@ -62,11 +62,13 @@ class GenerateFailsError(Exception):
 
 
 def check_identical(
-    model, prompts, options, config, seed, pool=None, drift=False, mask=None, source=None, **described
+    model, prompts, options, configs, seed, pool=None, drift=False, mask=None, source=None, **described
 ) -> lookahead.Stats:
-    """Generate both ways from the same seed and compare; the message on failure repeats the case.
+    """Generate plainly and with each configuration, from the same seed, and compare; the message on failure repeats the
+    case. Returns what the last of them counted.
 
     prompts: ids [1, n]; several are a batch. drift: with a stateful processor.
+    configs: one, or several. What yields them may look at what each of them has done before it yields the next.
     mask: makes another mask of the usual one, or None, for a call without; such a call may be left to plain decoding.
     A mask that does not fit the ids must be refused if plain decoding refuses it.
     """
@@ -75,38 +77,43 @@ def check_identical(
     if mask is not None:
         changed = inputs["attention_mask"] = mask(inputs["attention_mask"])
         fits = changed is None or changed.shape == inputs["input_ids"].shape
-    processors = [Drift(), Drift()]
-    given = [{"logits_processor": LogitsProcessorList([processor])} if drift else {} for processor in processors]
     ids = [prompt.tolist() for prompt in prompts]
-    case = f"{described} {type(model).__name__} ids={ids} {options} {config} seed={seed} drift={drift} source={source}"
+    case = f"{described} {type(model).__name__} ids={ids} {options} {configs} seed={seed} drift={drift} source={source}"
     if mask is not None:
         case += f" mask={inputs['attention_mask']}".replace("\n", "")
     refusal = None
-    torch.manual_seed(seed)
+
+    def write() -> tuple[torch.Tensor, list]:
+        """Return the texts, and what the processor has seen."""
+        processor = Drift()
+        given = {"logits_processor": LogitsProcessorList([processor])} if drift else {}
+        torch.manual_seed(seed)
+        return model.generate(**inputs, **options, **given), processor.seen
+
     try:
-        expected = model.generate(**inputs, **options, **given[0])
+        expected, seen = write()
     except (IndexError, RuntimeError, ValueError) as error:
         if fits:
             raise GenerateFailsError from error
         refusal = error
     state = torch.get_rng_state()
-    lookahead.wrap(model, config, pool, source)
-    try:
-        torch.manual_seed(seed)
-        actual = model.generate(**inputs, **options, **given[1])
-    except Exception as error:
-        if refusal is None:
-            raise AssertionError(f"raises {error!r}: {case}") from error
-        raise GenerateFailsError from refusal
-    finally:
-        stats = model.lookahead.last
-        lookahead.unwrap(model)
-    assert refusal is None, f"plain decoding raises {refusal!r}: {case}"
-    assert actual.tolist() == expected.tolist(), case
-    assert torch.equal(torch.get_rng_state(), state), f"the generator was consumed differently: {case}"
-    assert processors[0].seen == processors[1].seen, case
-    if len(actual) == 1 and mask is None:
-        assert stats.tokens == actual.shape[1] - inputs["input_ids"].shape[1], case
+    for config in [configs] if isinstance(configs, LookaheadConfig | None) else configs:
+        lookahead.wrap(model, config, pool, source)
+        try:
+            actual, seen_by_ours = write()
+        except Exception as error:
+            if refusal is None:
+                raise AssertionError(f"raises {error!r}: {config} of {case}") from error
+            raise GenerateFailsError from refusal
+        finally:
+            stats = model.lookahead.last
+            lookahead.unwrap(model)
+        assert refusal is None, f"plain decoding raises {refusal!r}: {case}"
+        assert actual.tolist() == expected.tolist(), f"{config} of {case}"
+        assert torch.equal(torch.get_rng_state(), state), f"{config} consumes the generator differently: {case}"
+        assert seen_by_ours == seen, f"{config} of {case}"
+        if len(actual) == 1 and mask is None:
+            assert stats.tokens == actual.shape[1] - inputs["input_ids"].shape[1], f"{config} of {case}"
     return stats
 
 

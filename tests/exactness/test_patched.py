@@ -548,7 +548,7 @@ def numbers_of(model):
 LEFT_OUT = "training", "first_kv_shared_layer_idx"  # by the latter, Gemma 4 reads a prompt for some of its logits alone
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(family=st.sampled_from(FUSED), place=st.integers(0, 10**6), change=st.sampled_from(["more", "less"]))
 def test_any_number_that_a_module_keeps(family, place, change):
     model = tiny_model(family)
@@ -569,7 +569,7 @@ def test_any_number_that_a_module_keeps(family, place, change):
     assert texts[0] == texts[1]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     family=st.sampled_from(FUSED),
     names=st.sets(st.sampled_from(sorted(OF_OTHERS)), min_size=1, max_size=4),
@@ -1055,6 +1055,7 @@ def passes_counted():
         yield count
 
 
+@pytest.mark.usefixtures("monkeypatch")  # so that it is probed anew
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_wrapping_takes_few_passes(dtype):
     with passes_counted() as count:

@@ -43,8 +43,6 @@ MAMBA2 = ("mamba2", "bamba", "granitemoehybrid", "falcon_h1", "nemotron_h", "zam
 CONVOLUTION = ("lfm2", "lfm2_moe", "lfm3")
 FAMILIES = [t for t in (*DELTA_RULE, *BY_CHANNEL, *MAMBA2, *CONVOLUTION) if t in CONFIG_MAPPING]
 KEEPS_NO_POSITIONS = {"mamba2"}
-WAYS = [(family, in_one_call) for in_one_call in (False, True) for family in FAMILIES]
-"""Families, and whether passes are one call."""
 
 parents_of_trees = st.integers(1, 12).flatmap(
     lambda rows: st.tuples(st.just(-1), *(st.integers(0, row - 1) for row in range(1, rows)))
@@ -251,8 +249,8 @@ def prompt_of(rng: random.Random, longest: int = 30) -> torch.Tensor:
     return random_prompt(rng, longest) % 58 + 3
 
 
-GREEDY = {"max_new_tokens": 40, "min_new_tokens": 40, "do_sample": False}
-SAMPLED = {"max_new_tokens": 40, "min_new_tokens": 40, "do_sample": True, "temperature": 0.8}
+GREEDY = {"max_new_tokens": 24, "min_new_tokens": 24, "do_sample": False}
+SAMPLED = {"max_new_tokens": 24, "min_new_tokens": 24, "do_sample": True, "temperature": 0.8}
 
 
 def in_one_call(is_asked_for: bool) -> LookaheadConfig:
@@ -260,15 +258,22 @@ def in_one_call(is_asked_for: bool) -> LookaheadConfig:
 
 
 @pytest.fixture
-def commits():
-    """Of passes in one call."""
-    apply = states.Pending.apply
-    with mock.patch.object(states.Pending, "apply", autospec=True, side_effect=apply) as found:
-        yield found
+def ways(paths):
+    """Yields the configurations of both ways, and sees that passes were of the right one."""
+
+    def ways(has_all_products: bool = True, branches: bool = False):
+        for fused in (False, True):
+            paths.clear()
+            with mock.patch.object(states.Pending, "apply", autospec=True, side_effect=states.Pending.apply) as commits:
+                yield in_one_call(fused)
+            assert commits.called == fused or not has_all_products
+            assert not branches or any(path != list(range(len(path))) for path in paths), "no path left a branch"
+
+    return ways
 
 
-@pytest.mark.parametrize(("model_type", "fused"), WAYS)
-def test_texts(model_type, fused, paths, commits):
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_texts(model_type, ways):
     """Greedy and seeded, with trees whose accepted paths skip rows, in models of even and of odd sizes."""
     rng = random.Random(model_type)
     for shape in ("even", "odd"):
@@ -276,62 +281,59 @@ def test_texts(model_type, fused, paths, commits):
         adapter = find_adapter(model)
         assert adapter.can_branch, adapter.given_up
         assert adapter.branches_states
-        commits.reset_mock()  # those of the probe
+        lookahead.unwrap(lookahead.wrap(model))  # the probe commits, too
         for options in (GREEDY, SAMPLED):
-            prompt, seed, paths[:] = prompt_of(rng), rng.randrange(100), []
+            prompt, seed = prompt_of(rng), rng.randrange(100)
             torch.manual_seed(seed)
             answers = model.generate(prompt, **options).tolist()
             check_identical(
                 model,
                 [prompt],
                 options,
-                in_one_call(fused),
+                ways(has_all_products=shape == "even", branches=True),  # C++ does not take those of odd sizes
                 seed,
                 source=[Forked(answers, seed), PoolSource()],
                 model_type=model_type,
             )
-            assert any(path != list(range(len(path))) for path in paths), "no path left a branch"
-            assert commits.called == fused or shape == "odd"  # there are products that C++ does not take
 
 
-@pytest.mark.parametrize(("model_type", "fused"), WAYS)
+@pytest.mark.parametrize("model_type", FAMILIES)
 @pytest.mark.parametrize("pads", [False, True], ids=["equal lengths", "padding"])
-def test_batches(model_type, fused, pads, paths, commits):
+def test_batches(model_type, pads, ways):
     """At their own pace, greedily, and in step, sampled."""
     rng = random.Random(model_type)
     model = random_model(tiny_config(model_type))
     assert hides_padding(model, find_adapter(model))
-    commits.reset_mock()
+    lookahead.unwrap(lookahead.wrap(model))  # the probe commits, too
+    prompts = [prompt_of(rng)[:, : 5 if pads else 1] if b % 2 else prompt_of(rng)[:, :1] for b in range(3)]
+    answers = [model.generate(prompt, **GREEDY)[0].tolist() for prompt in prompts]
     for options in (GREEDY, SAMPLED):
-        prompts = [prompt_of(rng)[:, : 5 if pads else 1] if b % 2 else prompt_of(rng)[:, :1] for b in range(3)]
-        answers = [model.generate(prompt, **GREEDY)[0].tolist() for prompt in prompts]
         stats = check_identical(
-            model, prompts, options, in_one_call(fused), 0, drift=options is SAMPLED,
+            model, prompts, options, ways(), 0, drift=options is SAMPLED,
             source=[Forked(answers, 1), PoolSource()], model_type=model_type,
         )  # fmt: skip
         assert stats.plain == ""
-        assert commits.called == fused
 
 
-@pytest.mark.parametrize(("model_type", "fused"), [way for way in WAYS if way[0] in MAMBA2])
-def test_limits_of_time_steps(model_type, fused):
+@pytest.mark.parametrize("model_type", [family for family in FAMILIES if family in MAMBA2])
+def test_limits_of_time_steps(model_type):
     """In lists, as files give them; others later, also in the same lists. Passes over single tokens have none."""
     rng = random.Random(model_type)
-    model = random_model(tiny_config(model_type))
-    plain = copy.deepcopy(model)
-    lookahead.wrap(model, in_one_call(fused))
-    mixers = [[m for m in one.modules() if hasattr(m, "time_step_limit")] for one in (model, plain)]
+    plain = random_model(tiny_config(model_type))
+    ours = [lookahead.wrap(copy.deepcopy(plain), in_one_call(fused)) for fused in (False, True)]
+    mixers = [m for one in (plain, *ours) for m in one.modules() if hasattr(m, "time_step_limit")]
     none, narrow = [0.0, float("inf")], [0.0, 0.01]
     for limits, in_place in [(none, False), (narrow, True), (none, True), (narrow, False)]:
-        for mixer in (*mixers[0], *mixers[1]):
+        for mixer in mixers:
             if in_place and isinstance(mixer.time_step_limit, list):
                 mixer.time_step_limit[:] = limits
             else:
                 mixer.time_step_limit = list(limits)
         prompt = torch.cat([prompt_of(rng), prompt_of(rng)], dim=1)
-        found, expected = (one.generate(prompt, **GREEDY).tolist() for one in (model, plain))
-        assert found == expected, (limits, in_place, prompt)
-        assert model.lookahead.last.plain == ""
+        expected = plain.generate(prompt, **GREEDY).tolist()
+        for model in ours:
+            assert model.generate(prompt, **GREEDY).tolist() == expected, (model.lookahead, limits, in_place, prompt)
+            assert model.lookahead.last.plain == ""
 
 
 def test_padding_that_is_read_in_portions():
@@ -347,17 +349,17 @@ def test_padding_that_is_read_in_portions():
     assert left_to_the_model
 
 
-@pytest.mark.parametrize(("model_type", "fused"), [way for way in WAYS if way[0] not in KEEPS_NO_POSITIONS])
-def test_second_turns(model_type, fused, paths):
+@pytest.mark.parametrize("model_type", [family for family in FAMILIES if family not in KEEPS_NO_POSITIONS])
+def test_second_turns(model_type, paths):
     """On a cache that plain decoding has filled, on one that lookahead has, and back."""
     rng = random.Random(model_type)
     model = random_model(tiny_config(model_type))
 
-    def turns(decoders):
+    def turns(decoders, config=None):
         cache, ids = DynamicCache(config=model.config.get_text_config(decoder=True)), first
         for turn, source in enumerate(decoders):
             if source is not None:
-                lookahead.wrap(model, in_one_call(fused), source=[source, PoolSource()])
+                lookahead.wrap(model, config, source=[source, PoolSource()])
             torch.manual_seed(turn)
             ids = model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, **SAMPLED)
             assert cache.get_seq_length() == ids.shape[1] - 1
@@ -370,9 +372,10 @@ def test_second_turns(model_type, fused, paths):
     first, more = prompt_of(rng, 10), [prompt_of(rng, 4) for _ in range(4)]
     expected = turns([None] * 4)
     ours = Forked(expected, 3)
-    paths.clear()
-    assert turns([None, ours, ours, None]) == expected
-    assert any(path != list(range(len(path))) for path in paths)
+    for fused in (False, True):
+        paths.clear()
+        assert turns([None, ours, ours, None], in_one_call(fused)) == expected
+        assert any(path != list(range(len(path))) for path in paths)
 
 
 def states_of(cache: DynamicCache) -> list[torch.Tensor]:
@@ -389,14 +392,14 @@ def with_state(cache: DynamicCache) -> list:
 @pytest.mark.parametrize("at", [1, 2, 4])
 def test_a_cache_survives_a_failure_within_a_pass(model_type, place, at, monkeypatch):
     """Some layers of a step are computed, or committed, and others not."""
-    rng = random.Random(model_type)
+    rng, longer = random.Random(model_type), GREEDY | {"max_new_tokens": 40, "min_new_tokens": 40}
     model = tiny_model(model_type)
     first, second = random_prompt(rng), random_prompt(rng)
     cache = DynamicCache(config=model.config)
     fused = place in ("extend", "apply")
     lookahead.wrap(model, in_one_call(fused))
-    ids = torch.cat([model.generate(first, past_key_values=cache, **GREEDY), second], dim=1)
-    expected = model.generate(ids, past_key_values=deepcopy(cache), **GREEDY)
+    ids = torch.cat([model.generate(first, past_key_values=cache, **longer), second], dim=1)
+    expected = model.generate(ids, past_key_values=deepcopy(cache), **longer)
     before, length = [x.clone() for x in states_of(cache)], cache.get_seq_length()
     owner = {"extend": LookaheadCache, "apply": states.Pending}.get(place)
     owner = StateLayer if hasattr(StateLayer, place) else owner
@@ -416,11 +419,11 @@ def test_a_cache_survives_a_failure_within_a_pass(model_type, place, at, monkeyp
         else:
             patch.setattr(owner, place, failing)
         with pytest.raises(KeyboardInterrupt):
-            model.generate(ids, past_key_values=cache, **GREEDY)
+            model.generate(ids, past_key_values=cache, **longer)
     state_of(model).kept.clear()
     assert cache.get_seq_length() == length
     assert all(map(torch.equal, states_of(cache), before))
-    assert torch.equal(model.generate(ids, past_key_values=cache, **GREEDY), expected)
+    assert torch.equal(model.generate(ids, past_key_values=cache, **longer), expected)
 
 
 def test_other_calls_get_the_functions_of_transformers(monkeypatch):

@@ -238,7 +238,6 @@ FUNCTION = {"type": "function", "function": TOOL}
 @pytest.mark.parametrize(
     ("path", "changed", "param"),
     [
-        (CHAT, {"model": "other"}, "model"),
         (CHAT, {"n": 0}, "n"),
         (COMPLETION, {"prompt": ["x"] * 30, "n": 16}, "n"),
         (CHAT, {"messages": [*MESSAGES, {"role": "user", "content": 5}]}, "messages[1]"),

@@ -329,7 +329,6 @@ def test_a_template_gets_no_tools_where_none_may_be_called(more):
         ({"presence_penalty": 1}, "leave it out, or ask /v1/chat/completions, which takes it"),
         ({"echo": True}, "leave it out, or ask /v1/completions, which takes it"),
         ({"system": 5}, "system must be a text"),
-        ({"model": "other"}, "model must be 'demo'"),
     ],
     ids=str,
 )
@@ -337,6 +336,12 @@ def test_errors_are_those_of_the_api(address, changed, says):
     status, answer = ask(address, MESSAGES, **ASKED | changed)
     assert (status, answer["type"], answer["error"]["type"]) == (400, "error", "invalid_request_error")
     assert says in answer["error"]["message"]
+
+
+def test_another_model_is_not_found(address):
+    status, answer = ask(address, MESSAGES, **ASKED | {"model": "other"})
+    assert (status, answer["error"]["type"]) == (404, "not_found_error")
+    assert "model must be 'demo'" in answer["error"]["message"]
 
 
 OTHERS = ("/v1/messagesX", "/v1/chat/completions/x", "/v1/responses/resp_1", "/v1/models/x", "/v1/embeddings", "/v2")

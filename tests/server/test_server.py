@@ -417,7 +417,6 @@ MESSAGES = [{"role": "user", "content": "def main():"}]
 @pytest.mark.parametrize(
     ("changed", "says"),
     [
-        ({"model": "other"}, "model must be 'demo_model', the only one of this server; it is 'other'"),
         ({"messages": []}, "messages must be a list of at least one message"),
         ({"messages": [{"content": "no role"}]}, "a message must be an object with a role"),
         ({"messages": [{"role": "user", "content": 5}]}, "content must be a text"),
@@ -448,6 +447,16 @@ def test_errors_say_what_is_wrong(client, changed, says, stream):
         client.post("/chat/completions", body=body, cast_to=object)
     assert caught.value.body.keys() >= {"message", "type"}
     assert re.search(says, caught.value.body["message"]), caught.value.body
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "completions", "responses"])
+def test_another_model_is_not_found(client, path):
+    prompt = {"chat/completions": {"messages": MESSAGES}, "completions": {"prompt": "x"}, "responses": {"input": "x"}}
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.post(f"/{path}", body=prompt[path] | {"model": "other"}, cast_to=object)
+    assert caught.value.code == "model_not_found"
+    says = "model must be 'demo_model', the only one of this server; it is 'other'"
+    assert caught.value.body["message"] == says
 
 
 def test_errors_of_other_requests(address, client):

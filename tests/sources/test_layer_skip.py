@@ -212,7 +212,7 @@ def test_what_is_drafted_is_what_the_kept_layers_say(model_type, skipped, batch)
     model.generate(**left_pad(prompts), max_new_tokens=30, do_sample=False)
     lookahead.unwrap(model)
     compared = 0
-    for text, one in random.Random(0).sample(source.seen, min(len(source.seen), 12)):
+    for text, one in random.Random(0).sample(source.seen, min(len(source.seen), 8)):
         for node in one.rows[one.root.row :]:
             if node is not one.root and node.parent is None:
                 continue  # fills up a batch

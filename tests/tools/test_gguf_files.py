@@ -115,7 +115,7 @@ def weights_of(model):
     return found
 
 
-@settings(max_examples=15, deadline=None, phases=set(Phase) - {Phase.shrink})  # an example takes a second
+@settings(max_examples=10, deadline=None, phases=set(Phase) - {Phase.shrink})  # an example takes a second
 @given(
     family=st.sampled_from(FAMILIES),
     kinds=st.lists(st.sampled_from(KINDS), min_size=1, max_size=4),
@@ -150,7 +150,7 @@ def mixture(family):
 
 
 @pytest.mark.parametrize("family", MIXTURES)
-@settings(max_examples=4, deadline=None, phases=set(Phase) - {Phase.shrink})
+@settings(max_examples=3, deadline=None, phases=set(Phase) - {Phase.shrink})
 @given(
     kinds=st.lists(st.sampled_from(KINDS), min_size=1, max_size=4),
     seed=st.integers(0, 99),

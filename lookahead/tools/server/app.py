@@ -518,7 +518,7 @@ class Exchange:
                 finally:  # what has begun when the client goes is to end
                     self._answers = await beginning
         except RefusedError as error:
-            await self._refuse(str(error), 400, param=error.param, code=error.code)
+            await self._refuse(str(error), error.status, param=error.param, code=error.code)
         except BusyError as error:
             await self._refuse(str(error), 429, {"Retry-After": "1"})
         else:
@@ -683,7 +683,7 @@ def call_in(loop: asyncio.AbstractEventLoop, *call: Any) -> None:
 def _failure(error: Exception) -> tuple[str, int, str | None]:
     """Return what is said of an answer that has failed, the status of HTTP, and the field at fault."""
     if isinstance(error, RefusedError):
-        return str(error), 400, error.param
+        return str(error), error.status, error.param
     if isinstance(error, InterruptedError):
         return str(error), 503, None
     logger.error("a request has failed", exc_info=error)

@@ -35,11 +35,12 @@ class RefusedError(ValueError):
 
     param: the field at fault, or the part of it, such as messages[1]; None if it is no field.
     code: what OpenAI calls such a fault, where clients act on the name.
+    status: of HTTP.
     """
 
-    def __init__(self, message: str, param: str | None = None, code: str | None = None):
+    def __init__(self, message: str, param: str | None = None, code: str | None = None, status: int = 400):
         super().__init__(message)
-        self.param, self.code = param, code
+        self.param, self.code, self.status = param, code, status
 
 
 @contextmanager
@@ -153,9 +154,8 @@ def read_request(body: dict, path: str, model: str, vocabulary: int, reserved: C
             _check_values(name, value)
             _check(name, value, fields[name])
     if body.get("model", model) != model:
-        raise RefusedError(
-            f"model must be {model!r}, the only one of this server; it is {body['model']!r:.80}", "model"
-        )
+        says = f"model must be {model!r}, the only one of this server; it is {body['model']!r:.80}"
+        raise RefusedError(says, "model", "model_not_found", 404)
     asked, wishes = _asked(body, path, vocabulary, reserved), _wishes(body, path, vocabulary)
     if len(asked.prompts) * wishes.answers > MOST_PROMPTS:
         raise RefusedError(
