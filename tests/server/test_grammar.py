@@ -271,6 +271,18 @@ def test_what_cannot_be_enforced_is_refused(strict, body, says):
     assert says in answer["error"]["message"]
 
 
+@pytest.mark.parametrize("schema", [{"type": 5}, {"const": "<|end|>"}, {"type": "string", "not": {"const": "a"}}])
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "wrong"}}])
+def test_the_tool_whose_schema_cannot_be_enforced_is_named(strict, schema, choice):
+    parameters = {"type": "object", "properties": {"x": schema}}
+    wrong = {"type": "function", "function": {"name": "wrong", "parameters": parameters}}
+    status, answer = ask(
+        strict, "/v1/chat/completions", messages=MESSAGES, tools=[TOOLS[0], wrong, TOOLS[1]], tool_choice=choice
+    )
+    assert (status, answer["error"]["param"]) == (400, "tools[1]")
+    assert answer["error"]["message"].startswith("the schema of the tool 'wrong' cannot be enforced: ")
+
+
 LARGE = {  # takes seconds to compile, and is then too large for a token of its text
     "type": "object",
     "properties": {f"p{i}": {"type": "string", "pattern": f"^[a-z]{{{i % 50}}}x"} for i in range(5000)},

@@ -325,7 +325,7 @@ class Server:
         with blamed(wishes.demand.param):
             for text in dict.fromkeys(texts):
                 await self.rehearsals.rehearse(text)
-        return await self.by(self.compiling, lambda: of.grammars(texts, wishes))
+        return await self.by(self.compiling, lambda: of.grammars(prompts, texts, wishes))
 
     def understand(self, body: bytearray, path: str) -> tuple[Asked, Any, list[Prompt]]:
         """Return what a request says, its wishes and its prompts. Raises RefusedError."""

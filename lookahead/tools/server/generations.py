@@ -188,7 +188,7 @@ class Generations(Worker):
             raise BusyError(f"{self._requests} requests are being served: try again later")
         answers, group = list[Answer](), Group()
         if grammars is None and wishes.demand:
-            grammars = self.grammars(self.grammar_texts(prompts, wishes), wishes)
+            grammars = self.grammars(prompts, self.grammar_texts(prompts, wishes), wishes)
         grammars = [None] * len(prompts) if grammars is None else grammars
         for prompt, grammar in zip(prompts, grammars, strict=True):
             for number in range(wishes.answers):
@@ -217,10 +217,16 @@ class Generations(Worker):
         with blamed(wishes.demand.param):
             return [self._grammars.text(wishes.demand, prompt, not wishes.one_call) for prompt in prompts]
 
-    def grammars(self, texts: Sequence[str], wishes: Wishes) -> "list[LLMatcher]":
+    def grammars(self, prompts: Sequence[Prompt], texts: Sequence[str], wishes: Wishes) -> "list[LLMatcher]":
         """Compile what `grammar_texts` returns. Only one thread may call this. Raises RefusedError as well."""
+        compiled: dict[str, LLMatcher] = {}
         with blamed(wishes.demand.param):
-            compiled = {text: self._grammars.compiled(text) for text in dict.fromkeys(texts)}
+            for text, prompt in zip(texts, prompts, strict=True):
+                try:
+                    compiled[text] = compiled.get(text) or self._grammars.compiled(text)
+                except RefusedError:
+                    self._grammars.blame_a_tool(wishes.demand, prompt)
+                    raise
         return [compiled[text] for text in texts]
 
     def _submit(

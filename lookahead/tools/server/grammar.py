@@ -6,7 +6,8 @@ is forced.
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,6 +76,19 @@ class Grammars:
             raise RefusedError(f"the schema cannot be enforced: {LISTING.split(wrong)[0]}")
         return compiled
 
+    def blame_a_tool(self, demand: Demand, prompt: Prompt) -> None:
+        """Raise RefusedError for the first tool that may be called and whose schema alone cannot be enforced.
+
+        It is called where all of them together cannot: errors of llguidance do not say which it is.
+        """
+        if "tool_calls" not in (self.template or {}).get("fields", {}):
+            return
+        for number, tool in enumerate(prompt.tools or []):
+            name = tool["function"]["name"]
+            if not demand.calls or name in demand.calls:
+                with _tool(number, name):
+                    self.compiled(self.text(Demand(calls=(name,)), prompt, many=False))
+
     def enforce(
         self, grammar: LLMatcher, prompt: int, param: str | None = None
     ) -> tuple["HideForbidden", "ForcedTokens"]:
@@ -101,16 +115,18 @@ class Grammars:
                 'tool_choice must be "auto" or "none": no call can be enforced in the form that this model uses',
                 "tool_choice",
             )
-        functions = [tool["function"] for tool in tools if not names or tool["function"]["name"] in names]
         opens, closes = self._literal(how["open"]), self._literal(how["close"])
         ways, arguments = [], []
-        for number, function in enumerate(functions):
-            self._json({"const": function["name"]})  # what it refuses
+        for number, function in enumerate(tool["function"] for tool in tools):
+            if names and function["name"] not in names:
+                continue
             before = json.dumps({"name": function["name"]}, ensure_ascii=False)[:-1] + ', "arguments": '
             ways.append(f'{json.dumps(before, ensure_ascii=False)} arguments_{number} "}}"')
             # Each schema is a document of its own: its references begin at its root.
             schema = ANY_OBJECT | (function.get("parameters") or {})  # others than objects are no arguments
-            arguments.append(f"arguments_{number}: %json {self._json(schema)}")
+            with _tool(number, function["name"]):
+                self._json({"const": function["name"]})  # what it refuses
+                arguments.append(f"arguments_{number}: %json {self._json(schema)}")
         more = r" (/\n?/ call)*" if many else ""
         return [f"calls: call{more}", rf"call: {opens} /\n?/ ({' | '.join(ways)}) /\n?/ {closes}", *arguments]
 
@@ -119,6 +135,16 @@ class Grammars:
 
     def _literal(self, text: str) -> str:
         return text if text in self.tokenizer.all_special_tokens else json.dumps(text)
+
+
+@contextmanager
+def _tool(number: int, name: str) -> Iterator[None]:
+    """Let what is refused here name the tool whose schema it is."""
+    try:
+        yield
+    except RefusedError as error:
+        says = str(error).replace("the schema", f"the schema of the tool {name!r:.80}", 1)
+        raise RefusedError(says, f"tools[{number}]") from error
 
 
 def _json(schema: dict, special: Sequence[str]) -> str:
