@@ -99,7 +99,7 @@ def cells(text: str) -> int:
 
 
 def of_size(patch, columns: int, rows: int = 24) -> None:
-    patch.setattr("shutil.get_terminal_size", lambda: os.terminal_size((columns, rows)))
+    patch.setattr("shutil.get_terminal_size", lambda fallback=None: os.terminal_size((columns, rows)))
 
 
 def wrapped(pieces: list[str], columns: int, style=str) -> str:
