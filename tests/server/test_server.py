@@ -450,11 +450,12 @@ def test_errors_say_what_is_wrong(client, changed, says, stream):
 
 
 @pytest.mark.parametrize("path", ["chat/completions", "completions", "responses"])
-def test_another_model_is_not_found(client, path):
+@pytest.mark.parametrize("stream", [False, True])
+def test_another_model_is_not_found(client, path, stream):
     prompt = {"chat/completions": {"messages": MESSAGES}, "completions": {"prompt": "x"}, "responses": {"input": "x"}}
     with pytest.raises(openai.NotFoundError) as caught:
-        client.post(f"/{path}", body=prompt[path] | {"model": "other"}, cast_to=object)
-    assert caught.value.code == "model_not_found"
+        client.post(f"/{path}", body=prompt[path] | {"model": "other", "stream": stream}, cast_to=object)
+    assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
     says = "model must be 'demo_model', the only one of this server; it is 'other'"
     assert caught.value.body["message"] == says
 

@@ -83,11 +83,9 @@ class Grammars:
         """
         if "tool_calls" not in (self.template or {}).get("fields", {}):
             return
-        for number, tool in enumerate(prompt.tools or []):
-            name = tool["function"]["name"]
-            if not demand.calls or name in demand.calls:
-                with _tool(number, name):
-                    self.compiled(self.text(Demand(calls=(name,)), prompt, many=False))
+        for number, function in _functions(prompt.tools or [], demand.calls):
+            with _tool(number, name := function["name"]):
+                self.compiled(self.text(Demand(calls=(name,)), prompt, many=False))
 
     def enforce(
         self, grammar: LLMatcher, prompt: int, param: str | None = None
@@ -117,9 +115,7 @@ class Grammars:
             )
         opens, closes = self._literal(how["open"]), self._literal(how["close"])
         ways, arguments = [], []
-        for number, function in enumerate(tool["function"] for tool in tools):
-            if names and function["name"] not in names:
-                continue
+        for number, function in _functions(tools, names):
             before = json.dumps({"name": function["name"]}, ensure_ascii=False)[:-1] + ', "arguments": '
             ways.append(f'{json.dumps(before, ensure_ascii=False)} arguments_{number} "}}"')
             # Each schema is a document of its own: its references begin at its root.
@@ -135,6 +131,12 @@ class Grammars:
 
     def _literal(self, text: str) -> str:
         return text if text in self.tokenizer.all_special_tokens else json.dumps(text)
+
+
+def _functions(tools: Sequence[Any], names: Sequence[str]) -> list[tuple[int, dict]]:
+    """Return the functions with these names, or all if there are none, and the places of their tools."""
+    functions = enumerate(tool["function"] for tool in tools)
+    return [(number, function) for number, function in functions if not names or function["name"] in names]
 
 
 @contextmanager
