@@ -11,7 +11,7 @@ ENVIRONMENT = ("processor", "threads", "python", "torch", "transformers", "looka
 
 BASELINES = (  # methods that write a token per step
     "plain", "static-compiled", "lade-plain", "vllm-plain", "vllm-sgl", "llama-plain", "llama-q8_0", "llama-q4_0",
-    "openvino-plain", "ortgenai-plain",
+    "ik-plain", "ik-q8_0", "ik-q4_0", "openvino-plain", "ortgenai-plain",
 )  # fmt: skip
 OTHERS = (
     "prompt-lookup", "assisted", "lade-15-5-15", "vllm-ngram", "vllm-suffix", "llama-ngram-simple", "llama-ngram-mod",
@@ -36,7 +36,7 @@ NOTES = f"""\
   assisted already verifies guesses, so for these it is all tokens per pass.
 - identical: prompts whose text equals plain's in every repeat, token for token; "-" for a method that draws other
   samples from the same seed. agree: share of all tokens that are before the first difference. margin: where texts
-  part, the largest gap between plain's best two tokens, in logits. llama-q8_0 and llama-q4_0 have other weights, so
+  part, the largest gap between plain's best two tokens, in logits. Methods of q8_0 and q4_0 have other weights, so
   other texts, unless the model has the same format; ortgenai computes in float32.
 - step cost: mean time of a step's forward pass, relative to steps-of-one, the same loop without guesses (for -torch
   methods, steps-of-one-torch).

