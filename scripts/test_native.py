@@ -107,10 +107,13 @@ def run(folder: Path, flavour: str, sanitizer: str, command: list[str]) -> bool:
         "TSAN_OPTIONS": "ignore_noninstrumented_modules=1 halt_on_error=1 exitcode=66",
         "OMP_NUM_THREADS": "1",
     }
-    found = subprocess.run([sys.executable, *command], cwd=ROOT, env=environment).returncode
-    result = f"status {found}" if found else "nothing found"
-    print(f"{sanitizer}, {flavour}: {' '.join(command[:2])}: {result}", flush=True)
-    return not found
+    done = subprocess.run(
+        [sys.executable, *command], cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, errors="replace",
+    )  # fmt: skip
+    result = f"status {done.returncode}" if done.returncode else "nothing found"
+    print(f"{done.stdout}{sanitizer}, {flavour}: {' '.join(command[:2])}: {result}", flush=True)
+    return not done.returncode
 
 
 def main() -> None:
@@ -132,17 +135,19 @@ def main() -> None:
         for built in [pool.submit(build, folders[job], job[1], job[0]) for job in jobs]:
             built.result()
     print("built; not run (not possible here, or left out):", ", ".join(missing) or "none", flush=True)
-    passed = True
-    for sanitizer, flavour in jobs:
-        folder, programs = folders[sanitizer, flavour], options.programs
-        pytest = ["-m", "pytest", "-p", "sanitized", "-p", "no:cacheprovider", "-q", "-n0"]
-        if flavour == POOL:
-            passed &= run(folder, flavour, sanitizer, [*pytest, POOL_TESTS])
+    pytest = ["-m", "pytest", "-p", "sanitized", "-p", "no:cacheprovider", "-q", "-n0"]
+    fuzz = [str(HERE / "fuzz.py"), str(options.programs), str(options.first)]
+    runs = []
+    for job in jobs:
+        if job[1] == POOL:
+            runs.append((*job, [*pytest, POOL_TESTS]))
             continue
-        if not options.no_tests and sanitizer == "address":
-            passed &= run(folder, flavour, sanitizer, [*pytest, "-k", KERNEL_TESTS, *TESTS])
-        passed &= run(folder, flavour, sanitizer, [str(HERE / "fuzz.py"), str(programs), str(options.first)])
-    sys.exit(not passed)
+        if not options.no_tests and job[0] == "address":
+            runs.append((*job, [*pytest, "-k", KERNEL_TESTS, *TESTS]))
+        runs.append((*job, fuzz))
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # each of them computes in one thread, but for ThreadSanitizer's
+        passed = [pool.submit(run, folders[one[:2]], one[1], one[0], one[2]) for one in runs]
+    sys.exit(not all(one.result() for one in passed))
 
 
 if __name__ == "__main__":
