@@ -1,6 +1,7 @@
 """What holds for all tests."""
 
 import functools
+import gc
 import math
 import os
 import signal
@@ -39,6 +40,12 @@ if "LOOKAHEAD_SHARE" in os.environ:  # the share of examples of property tests, 
 os.environ["OMP_NUM_THREADS"] = "1"  # of processes that tests start: two on two cores would wait for each other
 signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background job ignores, and its children
 torch.set_num_threads(1)  # tiny models gain nothing from more, and lose much where others use the processor too
+
+
+def pytest_collection_finish(session) -> None:
+    """Tests collect garbage by themselves. What stands by now, a million objects of libraries, is none."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import json
+import queue
 import random
 import threading
 import tracemalloc
@@ -449,18 +450,19 @@ def test_a_prompt_that_is_cancelled_is_read_no_further(family, tokenizer):
     first, greedy = list(range(3, 60)), {"do_sample": False}
     answer(of, first, 12, settings=greedy)
     for count in (3, 1, 9):
-        of._portion, steps, step = 4, [], of._sequences.step
+        of._portion, steps, step, begun = 4, [], of._sequences.step, queue.SimpleQueue()
         longer = [*first, *(3 + (count * number) % 90 for number in range(400))]
 
-        def counted(weights_may_change, count=count, steps=steps, step=step):
+        def counted(weights_may_change, count=count, steps=steps, step=step, begun=begun):
             steps.append(None)
             if len(steps) == count:
-                of.cancel(begun)  # noqa: B023
+                of.cancel(begun.get(timeout=60))
             return step(weights_may_change)
 
         ended = threading.Event()
         of._sequences.step = counted
-        (begun,) = of.begin([Prompt(longer, [])], Wishes(settings=greedy), lambda number, piece: ended.set())  # noqa: B023
+        (number,) = of.begin([Prompt(longer, [])], Wishes(settings=greedy), lambda _, piece: ended.set())  # noqa: B023
+        begun.put(number)
         assert ended.wait(60)
         of._sequences.step = step
         assert len(steps) < count + 3  # of a hundred
