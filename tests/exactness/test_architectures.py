@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from bench.tiny_models import random_model, tiny_config
 from lookahead.engine.sampling import NextTokenRule
 
-PARTS = 24  # days until all families had their turn
+PARTS = 40  # days until all families had their turn
 
 
 def families() -> list[str]:

@@ -390,35 +390,37 @@ SLOW = f"""if True:
 """
 
 
-@pytest.mark.parametrize("path", [COMPLETION, CHAT, MESSAGE, RESPONSE])
-def test_a_signal_ends_streams_with_an_error(path):
-    """And the process within seconds, though a client waits for a whole answer, too."""
-    prompt = {
-        COMPLETION: {"prompt": "x"}, RESPONSE: {"input": "x", "max_output_tokens": 900},
-    }.get(path, {"messages": [{"role": "user", "content": "x"}]})  # fmt: skip
-    body = prompt if path == RESPONSE else prompt | {"max_tokens": 900}
-    with ThreadPoolExecutor(2) as threads, contextlib.ExitStack() as stack:
+def test_a_signal_ends_streams_with_an_error():
+    """And the process within seconds, though clients wait for whole answers, too, and bodies arrive."""
+    chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 900}
+    bodies = {
+        COMPLETION: {"prompt": "x", "max_tokens": 900}, RESPONSE: {"input": "x", "max_output_tokens": 900},
+        CHAT: chat, MESSAGE: chat,
+    }  # fmt: skip
+    streamed, whole, arriving = {}, {}, {}
+    with ThreadPoolExecutor(2 * len(bodies)) as threads, contextlib.ExitStack() as stack:
         with running("-c", SLOW, stop=signal.SIGTERM) as address:
-            streamed = threads.submit(events, address, path, **body)
-            whole = threads.submit(ask, address, path, **body)
-            arriving = stack.enter_context(contextlib.closing(connect(address)))
-            arriving.putrequest("POST", path)
-            arriving.putheader("Content-Length", "99")
-            arriving.endheaders(b"{")
+            for path, body in bodies.items():
+                streamed[path] = threads.submit(events, address, path, **body)
+                whole[path] = threads.submit(ask, address, path, **body)
+                arriving[path] = stack.enter_context(contextlib.closing(connect(address)))
+                arriving[path].putrequest("POST", path)
+                arriving[path].putheader("Content-Length", "99")
+                arriving[path].endheaders(b"{")
             time.sleep(1)
             began = time.monotonic()
         assert time.monotonic() - began < 12
-        (*_, (name, last)) = streamed.result()
-        refused = arriving.getresponse()
-        says = json.load(refused)
-        status, answered = whole.result()
-    assert "the server is stopping" in json.dumps(last)
-    if path == MESSAGE:
-        assert name == last["type"] == "error"
-    elif path == RESPONSE:
-        assert last["type"] == "response.failed"
-    assert status == refused.status == 503
-    assert answered["error"]["message"] == says["error"]["message"] == "the server is stopping"
+        for path in bodies:
+            (*_, (name, last)) = streamed[path].result()
+            assert "the server is stopping" in json.dumps(last)
+            if path == MESSAGE:
+                assert name == last["type"] == "error"
+            elif path == RESPONSE:
+                assert last["type"] == "response.failed"
+            refused = arriving[path].getresponse()
+            says, (status, answered) = json.load(refused), whole[path].result()
+            assert status == refused.status == 503
+            assert answered["error"]["message"] == says["error"]["message"] == "the server is stopping"
 
 
 def test_a_model_that_fails_in_company_harms_its_request_alone():
