@@ -153,7 +153,8 @@ def tensors_of(modules: Iterable[nn.Module]) -> list[tuple[dict, str, torch.Tens
     """
     found = [dictionaries_of(module) for module in modules]
     places = [place for own, _, of_tensors in found for place in (own, *of_tensors)]
-    return [(place, name, it) for place in places for name, it in place.items() if isinstance(it, torch.Tensor)]
+    each = [(place, list(place.items())) for place in places]  # at once, for another thread may add one
+    return [(place, name, it) for place, items in each for name, it in items if isinstance(it, torch.Tensor)]
 
 
 def is_tensor_parallel(model: PreTrainedModel) -> bool:

@@ -36,6 +36,7 @@ _OF_ALL = {
 }  # fmt: skip
 _FUNCTIONS = FunctionType, MethodType, BuiltinFunctionType, partial
 _SETTINGS = bool, int, float, str
+_MOST_LOOKS = 100  # at a model that another thread changes meanwhile
 _MOST_ORIGINS = 64  # kept for later models of the same classes
 
 _origins: dict[frozenset[type], Origin] = {}  # without code of users, which may know a model: it would never be freed
@@ -134,6 +135,17 @@ class State:
 
     def is_current(self, model: PreTrainedModel) -> bool:
         """Whether ``model`` has not changed."""
+        try:
+            return self._is_current(model)
+        except Exception:  # another thread changes it now
+            return False
+
+    def lists_all(self, model: PreTrainedModel) -> bool:
+        """Whether ``model`` has the modules that this state was found for. If `is_current`, it has, unless another
+        thread replaced some while they were looked at."""
+        return list(map(id, model.modules()))[1:] == list(map(id, self._modules))
+
+    def _is_current(self, model: PreTrainedModel) -> bool:
         values = chain.from_iterable(map(dict.values, self._filled))
         return (
             sum(map(len, self._dictionaries)) == len(self._values)
@@ -190,8 +202,22 @@ def state_of(model: PreTrainedModel) -> State:
     attention.is_registered()
     state = _states.get(model)
     if state is None or not state.is_current(model):
-        state = _states.set(model, State(model, state))
+        state = _states.set(model, _look(model, state))
     return state
+
+
+def _look(model: PreTrainedModel, before: State | None) -> State:
+    """Look at a model until it stays the same meanwhile: another thread may swap adapters. before: of this model."""
+    seen: State | None = None
+    for _ in range(_MOST_LOOKS):
+        try:
+            state = State(model, before)
+            if (state.is_current(model) and state.lists_all(model)) or (seen is not None and state.key == seen.key):
+                return state
+            seen = state
+        except Exception:  # half of a change was seen
+            seen = None
+    return State(model, before)
 
 
 def forget(model: PreTrainedModel) -> None:

@@ -31,7 +31,7 @@ from zoo import ALIKE, SETTINGS, tiny_model
 
 import lookahead
 from lookahead import LookaheadConfig
-from lookahead.models import attention
+from lookahead.models import attention, state
 from lookahead.models.families import HOMES, page_for
 from lookahead.models.state import State, state_of
 from lookahead.passes import probe, verdicts
@@ -667,6 +667,49 @@ def test_a_model_that_is_as_it_was_is_not_tried_again():
         assert text_of(model) == usual
         lookahead.unwrap(model)
         assert text_of(lookahead.wrap(model, CONFIG)) == usual
+
+
+class Doubled(nn.Linear):
+    def forward(self, rows):
+        return 2 * super().forward(rows)
+
+
+@pytest.mark.parametrize("way", ["replaced", "added", "parametrized"])
+@pytest.mark.parametrize(
+    "name",
+    ["compat.dictionaries_of", "_identities", "_settings", "_registered", "compat.hooks_of_users", "_attributes"],
+)
+def test_a_model_that_another_thread_changes_as_it_is_looked_at(name, way, monkeypatch):
+    """Plain decoding notices nothing but the change."""
+
+    def change(model):
+        head = model.lm_head
+        if way == "replaced":
+            model.lm_head = Doubled(head.in_features, head.out_features, bias=False)
+            model.lm_head.weight = head.weight
+        elif way == "added":
+            model.more = nn.Identity()
+            head.register_buffer("more", torch.zeros(1))
+        else:
+            nn.utils.parametrizations.weight_norm(head)
+
+    model, plain = tiny_model("llama"), tiny_model("llama")
+    text_of(lookahead.wrap(model, CONFIG))
+    model.config.looked_at_anew = True
+    place = state.compat if name.startswith("compat.") else state
+    looks, own = [], getattr(place, name.removeprefix("compat."))
+
+    def look(*given):
+        looks.append(given)
+        if len(looks) == 2:
+            change(model)
+        return own(*given)
+
+    monkeypatch.setattr(place, name.removeprefix("compat."), look)
+    found = text_of(model)
+    change(plain)
+    assert found == text_of(plain)
+    assert len(looks) > 2
 
 
 def test_a_hook_that_is_set_for_each_call_is_tried_once():
