@@ -224,6 +224,9 @@ class _Text:
             return self.end(output)
         try:
             self._call = self._call or self._begin()
+        except Exception as error:  # also a StopIteration of a callback, which is no end
+            return self.end(error)
+        try:
             self.wanted = next(self._call) if output is None else self._call.send(output)
         except StopIteration as end:
             self.future.set_result(end.value)

@@ -19,6 +19,7 @@ from lookahead.engine.fallback import why_plain
 from lookahead.engine.sampling import NextTokenRule, Settings, for_sequence, goes_by_sequence
 from lookahead.models.adapter import UnsupportedModelError
 from lookahead.models.state import looked_at
+from lookahead.passes.runner import Output
 
 if TYPE_CHECKING:
     from lookahead.engine.batch_draws import BatchDraws
@@ -30,16 +31,28 @@ def run(engine: Lookahead, plain: Callable, *args: Any, **kwargs: Any) -> torch.
     Arguments as for `decoding`.
     """
     with closing(decoding(engine, plain, *args, **kwargs)) as steps:
-        try:
-            wanted = next(steps)
-            while True:
-                if wanted is None:
-                    wanted = next(steps)
-                else:
-                    output = wanted.runner.run(wanted.steps, wanted.cache, wanted.last, wanted.top_k, wanted.others_ran)
-                    wanted = steps.send(output)
-        except StopIteration as end:
-            return end.value
+        output: Output | None = None
+        while True:
+            try:
+                wanted = next(steps) if output is None else steps.send(output)
+            except StopIteration as end:
+                return end.value
+            except RuntimeError as error:
+                if (stop := _stop_of_users(error)) is None:
+                    raise
+                raise stop from None
+            output = None
+            if wanted is not None:  # outside of the above: hooks may raise StopIteration
+                output = wanted.runner.run(wanted.steps, wanted.cache, wanted.last, wanted.top_k, wanted.others_ran)
+
+
+def _stop_of_users(error: RuntimeError) -> StopIteration | None:
+    """The StopIteration that a callback raised, and that Python replaced as it left a generator of ours."""
+    cause = error.__cause__
+    if not isinstance(cause, StopIteration) or cause.__traceback__ is None:
+        return None
+    generator: str = cause.__traceback__.tb_frame.f_globals.get("__name__", "")
+    return cause if generator.startswith("lookahead.") else None
 
 
 def decoding(

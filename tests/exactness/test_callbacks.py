@@ -290,3 +290,43 @@ def test_texts_that_go_in_step_are_sampled_from_their_seeds():
     while sequences.step():
         torch.rand(3)
     assert future.result().tolist() == alone
+
+
+@pytest.mark.parametrize("place", ["criterion", "processor", "streamer", "hook"])
+def test_a_stop_iteration_is_raised_as_by_plain_decoding(place):
+    """It ends generators and their users: the text would have ended well, with None or with a RuntimeError."""
+    model = known_model("llama", 1)
+    calls = []
+
+    def stop(*given, **_):
+        calls.append(given)
+        if len(calls) == 5 or (place == "hook" and len(calls) < 5):
+            raise StopIteration("mine")
+        return given[-1] if place == "processor" else torch.zeros(len(given[0]), dtype=torch.bool)
+
+    class Streamer(Streamed):
+        put = staticmethod(stop)
+
+    class After(Streamed):
+        """Lets the next pass fail."""
+
+        def put(self, value):
+            super().put(value)
+            if len(self) == 4:
+                hooks.append(model.get_input_embeddings().register_forward_hook(stop))
+
+    hooks, config = [], LookaheadConfig(budget=2, cpu_kernels=False)
+    given = {
+        "criterion": {"stopping_criteria": StoppingCriteriaList([stop])},
+        "processor": {"logits_processor": LogitsProcessorList([stop])},
+        "streamer": {"streamer": Streamer()},
+        "hook": {"streamer": After()},
+    }[place]
+    lookahead.wrap(model, config)
+    try:
+        with pytest.raises(StopIteration, match="mine"):
+            model.generate(IDS, **GREEDY, **given)
+    finally:
+        lookahead.unwrap(model)
+        for hook in hooks:
+            hook.remove()
