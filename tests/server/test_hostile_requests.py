@@ -555,6 +555,20 @@ def half_sent(address: str, size: int = 99) -> socket.socket:
     return client
 
 
+@pytest.mark.parametrize("sent", [
+    b"nonsense\r\n\r\n", b"GET / HTTP/9\r\n\r\n", b"GET / HTTP/1.1\r\nHost: x\r\nX: " + b"x" * 2**17 + b"\r\n\r\n",
+    b"POST /v1/messages HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nno length\r\n",
+])  # fmt: skip
+def test_what_is_no_http_gets_an_error_like_all_others(address, sent):
+    place = urllib.parse.urlsplit(address)
+    with socket.create_connection((place.hostname, place.port)) as client:
+        client.sendall(sent)
+        answer = http.client.HTTPResponse(client)
+        answer.begin()
+        assert (answer.status, answer.getheader("Content-Type")) == (400, "application/json")
+        assert json.load(answer)["error"]["type"] == "invalid_request_error"
+
+
 def unread(address: str, most: int = 50) -> http.client.HTTPConnection:
     """Ask for an answer of so many tokens, and do not read it."""
     connection = connect(address)

@@ -5,15 +5,19 @@ of the client with the most of them; of these, the one that has been silent for 
 """
 
 import asyncio
+import json
 from asyncio import Future, Task, Transport
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Generic, TypeVar
 
+import h11
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive
 from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from lookahead.tools.server.forms import error_body
 
 PATIENCE = 60  # seconds for a body to arrive; for the head of a request; for a client to take some of its answer
 STALL = 10  # seconds without a byte of a body
@@ -181,6 +185,15 @@ class Connection(H11Protocol):
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         self._watch()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is no HTTP with an error like all others; uvicorn's own is plain text."""
+        body = json.dumps(error_body(msg, 400)).encode()
+        headers = {"Content-Type": "application/json", "Content-Length": f"{len(body)}", "Connection": "close"}
+        head = h11.Response(status_code=400, headers=[*headers.items()], reason="Bad Request")
+        for event in (head, h11.Data(data=body), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
