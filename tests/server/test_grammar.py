@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessorLis
 
 import lookahead
 from lookahead import DEMO_MODEL, LookaheadConfig
-from lookahead.tools.server import grammar
+from lookahead.tools.server import grammar, rehearsals
 from lookahead.tools.server.app import Server
 from lookahead.tools.server.fields import Demand, RefusedError, Wishes
 from lookahead.tools.server.grammar import REACH, Grammars
@@ -493,3 +493,20 @@ def test_the_first_schema_holds_up_nobody():
                 assert await server.grammars([Prompt([1], [])], wishes)
 
     asyncio.run(ask_first())
+
+
+def test_the_tool_whose_schema_takes_too_long_is_named(monkeypatch):
+    """Its name is found in rehearsals of each tool alone."""
+    monkeypatch.setattr(rehearsals, "SECONDS", 1)
+    slow = {"type": "function", "function": {"name": "slow", "parameters": TAKES_MINUTES}}
+
+    async def ask() -> None:
+        tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
+        tokenizer.chat_template = "{% if add_generation_prompt %}a: {% endif %}{# <tool_call> #}"
+        server = Server(AutoModelForCausalLM.from_pretrained(DEMO_MODEL).eval(), tokenizer, "x", None, 1, 1, None)
+        wishes = Wishes(demand=Demand(calls=("remember", "slow")))
+        await server.grammars([Prompt([1], [], tools=[TOOLS[0], slow])], wishes)
+
+    with pytest.raises(RefusedError, match="the schema of the tool 'slow' cannot be enforced: to compile it") as error:
+        asyncio.run(ask())
+    assert error.value.param == "tools[1]"

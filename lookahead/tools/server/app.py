@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
+from heapq import nlargest
 from http import HTTPStatus
 from itertools import groupby
 from pathlib import Path
@@ -78,6 +79,7 @@ TOO_LARGE = (
     "the answers that come whole take too much room, and these the most: let them come as a stream, or ask for fewer "
     "of them at once, or for fewer probabilities"
 )
+BLAMED = 4  # tools that are tried alone where all of them take too long: each may take seconds
 PING = 10  # seconds without an event, after which a stream shows that it is alive
 PROBES = ("/health", "/metrics")  # are asked again and again, so what succeeds there has no line in the log
 KNOWN = (*FORMS, "/v1/models", *PROBES, "/")  # paths that are counted by their names: others may be any number
@@ -324,8 +326,21 @@ class Server:
         texts = await self.by(self.reading, lambda: of.grammar_texts(prompts, wishes))
         with blamed(wishes.demand.param):
             for text in dict.fromkeys(texts):
-                await self.rehearsals.rehearse(text)
+                try:
+                    await self.rehearsals.rehearse(text)
+                except RefusedError:
+                    await self._blame_a_tool(prompts[texts.index(text)], wishes)
+                    raise
         return await self.by(self.compiling, lambda: of.grammars(prompts, texts, wishes))
+
+    async def _blame_a_tool(self, prompt: Prompt, wishes: Wishes) -> None:
+        """Raise RefusedError for a tool whose schema alone takes too long to compile. The largest are tried first."""
+        from lookahead.tools.server.grammar import blamed_tool
+
+        tools = await self.by(self.reading, lambda: self.generations.grammars_of_tools(prompt, wishes))
+        for number, name, text in nlargest(BLAMED, tools, key=lambda tool: len(tool[2])):
+            with blamed_tool(number, name):
+                await self.rehearsals.rehearse(text)
 
     def understand(self, body: bytearray, path: str) -> tuple[Asked, Any, list[Prompt]]:
         """Return what a request says, its wishes and its prompts. Raises RefusedError."""

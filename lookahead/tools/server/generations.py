@@ -217,6 +217,10 @@ class Generations(Worker):
         with blamed(wishes.demand.param):
             return [self._grammars.text(wishes.demand, prompt, not wishes.one_call) for prompt in prompts]
 
+    def grammars_of_tools(self, prompt: Prompt, wishes: Wishes) -> list[tuple[int, str, str]]:
+        """Return the place and the name of each tool that may be called, and the grammar of a call of it alone."""
+        return self._grammars.of_tools(wishes.demand, prompt)
+
     def grammars(self, prompts: Sequence[Prompt], texts: Sequence[str], wishes: Wishes) -> "list[LLMatcher]":
         """Compile what `grammar_texts` returns. Only one thread may call this. Raises RefusedError as well."""
         compiled: dict[str, LLMatcher] = {}

@@ -81,11 +81,17 @@ class Grammars:
 
         It is called where all of them together cannot: errors of llguidance do not say which it is.
         """
+        for number, name, text in self.of_tools(demand, prompt):
+            with blamed_tool(number, name):
+                self.compiled(text)
+
+    def of_tools(self, demand: Demand, prompt: Prompt) -> list[tuple[int, str, str]]:
+        """Return the place and the name of each tool that may be called, and the grammar of a call of it alone."""
         if "tool_calls" not in (self.template or {}).get("fields", {}):
-            return
-        for number, function in _functions(prompt.tools or [], demand.calls):
-            with _tool(number, name := function["name"]):
-                self.compiled(self.text(Demand(calls=(name,)), prompt, many=False))
+            return []
+        functions = _functions(prompt.tools or [], demand.calls)
+        names = [(number, str(function["name"])) for number, function in functions]
+        return [(number, name, self.text(Demand(calls=(name,)), prompt, many=False)) for number, name in names]
 
     def enforce(
         self, grammar: LLMatcher, prompt: int, param: str | None = None
@@ -120,7 +126,7 @@ class Grammars:
             ways.append(f'{json.dumps(before, ensure_ascii=False)} arguments_{number} "}}"')
             # Each schema is a document of its own: its references begin at its root.
             schema = ANY_OBJECT | (function.get("parameters") or {})  # others than objects are no arguments
-            with _tool(number, function["name"]):
+            with blamed_tool(number, function["name"]):
                 self._json({"const": function["name"]})  # what it refuses
                 arguments.append(f"arguments_{number}: %json {self._json(schema)}")
         more = r" (/\n?/ call)*" if many else ""
@@ -140,7 +146,7 @@ def _functions(tools: Sequence[Any], names: Sequence[str]) -> list[tuple[int, di
 
 
 @contextmanager
-def _tool(number: int, name: str) -> Iterator[None]:
+def blamed_tool(number: int, name: str) -> Iterator[None]:
     """Let what is refused here name the tool whose schema it is."""
     try:
         yield
