@@ -7,6 +7,7 @@ import queue
 import random
 import threading
 import tracemalloc
+from itertools import permutations
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ import lookahead
 from lookahead import DEMO_MODEL, LookaheadConfig
 from lookahead.extending import bytes_of
 from lookahead.tools.server.answering import End, Words
-from lookahead.tools.server.fields import CHAT, RefusedError, Wishes, read_request
+from lookahead.tools.server.fields import CHAT, MESSAGE, RESPONSE, RefusedError, Wishes, read_request
 from lookahead.tools.server.generations import Generations
 from lookahead.tools.server.parsing import Call
 from lookahead.tools.server.prefixes import Prefixes
@@ -87,6 +88,32 @@ def test_an_answer_is_found_as_it_was_written(read, tokenizer):
         following = read(messages, tools=TOOLS)
         assert following.ids[: len(ids)] == ids
         assert tokenizer.decode(following.ids[len(ids) :]) == "\n[tool]\ny = 2<|end|>\n[assistant]\n"
+
+
+@pytest.mark.parametrize("path", [CHAT, RESPONSE, MESSAGE])
+def test_results_are_read_in_the_order_of_their_calls(path):
+    """Clients send them as tools end. A template that shows no names of calls would give a call another's result."""
+
+    def read(names):
+        if path == CHAT:
+            calls = [{"id": name, "type": "function", "function": {"name": "f", "arguments": "{}"}} for name in "abc"]
+            results = [{"role": "tool", "tool_call_id": name, "content": f"of {name}"} for name in names]
+            body = {"messages": [ASKED[1], {"role": "assistant", "tool_calls": calls}, *results]}
+        elif path == RESPONSE:
+            calls = [{"type": "function_call", "call_id": name, "name": "f", "arguments": "{}"} for name in "abc"]
+            results = [{"type": "function_call_output", "call_id": name, "output": f"of {name}"} for name in names]
+            body = {"input": [ASKED[1], *calls, *results]}
+        else:
+            calls = [{"type": "tool_use", "id": name, "name": "f", "input": {}} for name in "abc"]
+            results = [{"type": "tool_result", "tool_use_id": name, "content": f"of {name}"} for name in names]
+            turns = {"role": "assistant", "content": calls}, {"role": "user", "content": results}
+            body = {"messages": [ASKED[1], *turns], "max_tokens": 1}
+        return [one["content"] for one in read_request(body, path, "demo", 4096, set())[0].messages[2:]]
+
+    for names in map("".join, permutations("abc")):
+        assert read(names) == ["of a", "of b", "of c"]
+    assert read("ca") == ["of a", "of c"]
+    assert read("bxa") == ["of b", "of x", "of a"]  # whose x belongs to is not known
 
 
 ALTERNATES = (

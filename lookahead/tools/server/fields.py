@@ -279,7 +279,7 @@ def _asked(body: dict, path: str, vocabulary: int, reserved: Collection[str]) ->
             )
     thinks, effort = _reasoning(body)
     return Asked(
-        messages=messages,
+        messages=_in_order_of_calls(messages),
         continues=path in (MESSAGE, COUNT) and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1],
         tools=tools,
         variables=_variables(body.get("chat_template_kwargs", {}), reserved),
@@ -800,6 +800,23 @@ def _call(identity: Any, function: Any) -> dict:
     _check_values("a tool call's arguments", arguments)
     call = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
     return call if identity is None else call | {"id": identity}
+
+
+def _in_order_of_calls(messages: list[dict]) -> list[dict]:
+    """Return messages of which the results of tools that follow their calls stand in the order of these.
+
+    Clients send them as tools end, and name the calls. Most templates show no names: to the model, the first result is
+    that of the first call.
+    """
+    found = list[dict]()
+    for is_result, those in groupby(messages, lambda one: one["role"] == "tool"):
+        run = list(those)
+        if is_result and found:
+            places = {call.get("id"): place for place, call in enumerate(found[-1].get("tool_calls", ()))}
+            if all(result.get("tool_call_id") in places for result in run):
+                run.sort(key=lambda result: places[result.get("tool_call_id")])
+        found += run
+    return found
 
 
 def _input_items(given: str | list[dict], instructions: str | None) -> list[dict]:
