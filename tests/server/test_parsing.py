@@ -37,13 +37,11 @@ def parts_of_pieces(tokenizer, template, pieces, prompt=PROMPT):
     found = response_template(tokenizer, ["<|im_end|>", "<|end|>"])
     parser, trim = Parser(tokenizer, found, prompt, TOOLS), Trim()
     joined = []
-    for part in [*(part for piece in pieces for part in parser.feed(piece)), *parser.finish()]:
-        if isinstance(part, Call):
-            trim.drop()
-        elif shown := trim.feed(*part):
+    for part in [*(part for piece in pieces for part in parser.feed(piece)), *parser.finish(is_cut)]:
+        if not isinstance(part, Call):
+            if not (shown := trim.feed(*part)):
+                continue
             part = part[0], shown
-        else:
-            continue
         if joined and not isinstance(part, Call) and not isinstance(joined[-1], Call) and joined[-1][0] == part[0]:
             joined[-1] = part[0], joined[-1][1] + part[1]
         else:
@@ -69,6 +67,11 @@ def parts_of_pieces(tokenizer, template, pieces, prompt=PROMPT):
             "See\n<tool_call>\n<function=f>\n<parameter=a>\n7\n</parameter>\n<parameter=b>\n7\n</parameter>\n"
             "</function>\n</tool_call><|im_end|>",
             [(TEXT, "See"), Call("f", '{"a": 7, "b": "7"}')],
+        ),
+        (
+            AS_JSON, PROMPT,  # clients join the texts, and what was reasoned
+            '\n<think>\na\n</think> b\n<tool_call>{"name": "f", "arguments": {}}</tool_call>c<think>\nd</think>\ne\n',
+            [(REASONING, "a"), (TEXT, "b"), Call("f", "{}"), (TEXT, "\nc"), (REASONING, "\n\nd"), (TEXT, "\ne")],
         ),
         (AS_JSON, PROMPT, "a <tool_call>{nonsense}</tool_call> b", [(TEXT, "a <tool_call>{nonsense}</tool_call> b")]),
         *(

@@ -324,7 +324,6 @@ class Writer(RecordingStreamer):
             self._feed(*part, count)
             return
         self._words(self._pieces.release())
-        self._trim.drop()
         if self._pieces.stop is None:
             self.calls.append(part)
             self._send(part)

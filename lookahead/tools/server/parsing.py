@@ -165,29 +165,32 @@ class Parser:
 
 
 class Trim:
-    """Leaves out the blanks around reasoning and text, which the marks between the parts of an answer leave."""
+    """Leaves out the blanks around the reasoning and the text of an answer, which the marks around them leave.
+
+    Those between two parts of a kind stay: clients join the parts.
+    """
 
     def __init__(self, goes_on: bool = False) -> None:
         """goes_on: whether the prompt has begun the first part, which may then go on with a blank."""
-        self._kind: str | None = None
-        self._has_begun, self._goes_on = False, goes_on
+        self._goes_on = goes_on
+        self._begun = set[str]()  # kinds of which anything was shown
+        self._blanks = dict[str, str]()  # those that are held back, of each kind
         self.blanks = ""
-        """Those that are held back: they may be the last ones."""
+        """Those of the last kind: they may be the last ones."""
 
     def feed(self, kind: str, text: str) -> str:
         """Return what is certain of a text of this kind."""
-        if kind != self._kind:
-            self._kind, self.blanks, self._has_begun, self._goes_on = kind, "", self._goes_on, False
-        text = self.blanks + text
-        if not self._has_begun:
+        if self._goes_on:
+            self._goes_on = False
+            self._begun.add(kind)
+        text = self._blanks.get(kind, "") + text
+        if kind not in self._begun:
             text = text.lstrip()
         shown = text.rstrip()
-        self.blanks, self._has_begun = text[len(shown) :], self._has_begun or bool(shown)
+        self._blanks[kind] = self.blanks = text[len(shown) :]
+        if shown:
+            self._begun.add(kind)
         return shown
-
-    def drop(self) -> None:
-        """Leave out the blanks so far: a call follows."""
-        self.blanks = ""
 
 
 def _is_call(value: Any) -> bool:
