@@ -32,7 +32,7 @@ def parts(tokenizer, template, text, prompt=PROMPT, size=1):
     return parts_of_pieces(tokenizer, template, [text[at : at + size] for at in range(0, len(text), size)], prompt)
 
 
-def parts_of_pieces(tokenizer, template, pieces, prompt=PROMPT):
+def parts_of_pieces(tokenizer, template, pieces, prompt=PROMPT, is_cut=False):
     tokenizer.chat_template = template
     found = response_template(tokenizer, ["<|im_end|>", "<|end|>"])
     parser, trim = Parser(tokenizer, found, prompt, TOOLS), Trim()
@@ -142,3 +142,17 @@ def test_a_call_that_is_cut_off_is_the_whole_text_behind_a_good_one(tokenizer, s
     for cut in range(12, len(call) - 12):
         told = parts(tokenizer, AS_JSON, f"{call}\n{call[:cut]}", size=size)
         assert told == [Call("f", "{}"), (TEXT, call[:cut].rstrip())], cut
+
+
+@pytest.mark.parametrize(("template", "call"), [
+    (AS_JSON, '<tool_call>{"name": "f", "arguments": {"a": 7}}</tool_call>'),
+    (AS_XML, "<tool_call>\n<function=f>\n<parameter=a>\n7\n</parameter>\n</function>\n</tool_call>"),
+])  # fmt: skip
+def test_a_call_that_the_length_has_cut_is_left_out(template, call):
+    """It is no text, nor a call, even where the arguments before the cut can be read."""
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
+    tokenizer.add_tokens(["<tool_call>"])
+    for before, wanted in (("", []), ("See\n", [(TEXT, "See")]), (f"{call}\n", [Call("f", '{"a": 7}')])):
+        for cut in range(len("<tool_call>"), len(call)):
+            assert parts_of_pieces(tokenizer, template, [before, *call[:cut]], is_cut=True) == wanted, cut
+        assert parts_of_pieces(tokenizer, template, [before, *call], is_cut=True) == [*wanted, Call("f", '{"a": 7}')]

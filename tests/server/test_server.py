@@ -606,6 +606,13 @@ def test_a_call_that_cannot_be_read_is_text():
             elif good not in text:
                 shown = text.rstrip()
                 assert (whole.content, streamed, whole.tool_calls, calls) == (shown, shown, None, [])
+        options |= {"messages": [{"role": "user", "content": f"See {good}"}], "max_tokens": 12}
+        for streams in (False, True):  # what the length has cut of a call is in neither
+            found = client.chat.completions.create(**options, stream=streams)
+            said = [each.choices[0] for each in (found if streams else [found])]
+            parts = [one.delta if streams else one.message for one in said]
+            assert ("".join(part.content or "" for part in parts), said[-1].finish_reason) == ("See", "length")
+            assert not any(part.tool_calls for part in parts)
 
 
 THINKING = TEMPLATE | {

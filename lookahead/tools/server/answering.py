@@ -178,13 +178,16 @@ class Writer(RecordingStreamer):
         send: Callable[[Piece], None],
         one_call: Callable[[], None] | None = None,
         goes_on: bool = False,
+        is_cut: Callable[[], bool] = lambda: False,
     ):
-        """one_call: what ends the text, if an answer ends with its first call. goes_on: as for `Trim`."""
+        """one_call: what ends the text, if an answer ends with its first call. goes_on: as for `Trim`.
+        is_cut: whether its length has cut the text that has ended.
+        """
         self.stats: Stats | None = None
         """Of the call; None until lookahead decodes it."""
         self.has_read: Callable[[], None] = lambda: None
         """Is called when the prompt is read, with the first token."""
-        self._end_text = one_call
+        self._end_text, self._is_cut = one_call, is_cut
         self._texts = TextPieces(tokenizer, with_special=parser is not None)
         self._parser = parser
         self._reasoning = ReasoningTokens(tokenizer) if parser is not None and parser.reasons else None
@@ -227,7 +230,7 @@ class Writer(RecordingStreamer):
             self._reasoning.see(rest)
         self._hand_over(rest)
         if self._parser is not None:
-            self._parts(self._parser.finish())
+            self._parts(self._parser.finish(self._is_cut()))
         self._words(self._pieces.release())
 
     def finish(self, stop: Stop, cached: int) -> End:

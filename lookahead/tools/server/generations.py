@@ -266,7 +266,9 @@ class Generations(Worker):
         stop = Stop(tokenizer, length, wishes.stops, generation)
         ends = stop.ask if wishes.one_call else None
         parser = self._reader.parser(prompt)
-        writer = Writer(tokenizer, parser, wishes.stops, probabilities, send, ends, prompt.goes_on)
+        writer = Writer(
+            tokenizer, parser, wishes.stops, probabilities, send, ends, prompt.goes_on, lambda: not stop.has_ended
+        )
         if seed is None:
             seed = int(torch.randint(2**62, (), generator=self._seeds))
         steps = self._decode(prompt, generation, seed, processors, sources, stop, writer, wishes.answers > 1)

@@ -91,7 +91,7 @@ class Parser:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template: dict, prompt: str, tools: list[Any] | None):
         """prompt: what stands before the answer, for a chat template may have begun it."""
         special = "|".join(map(re.escape, tokenizer.all_special_tokens)) or r"(?!)"
-        self._unseen = re.compile(special)
+        self._tokenizer, self._unseen = tokenizer, re.compile(special)
         self._units = re.compile(rf"{special}|\w+|.", re.DOTALL)
         self._parser: Any = tokenizer.get_response_parser(template, prefix=prompt, tools=tools)  # None: it has failed
         self._held = ""  # what no part has shown yet
@@ -103,6 +103,7 @@ class Parser:
         self.places: list[tuple[int, int]] = []
         """Where the texts of the parts so far stand: begin and end of each. Whoever takes the parts clears it."""
         self._may_fail = False  # whether a part has begun that is read when it ends
+        self._calls = False  # whether a call has begun
 
     def feed(self, text: str) -> list[Part]:
         """Return the parts that ``text`` continues or completes. It may hold special tokens."""
@@ -123,14 +124,26 @@ class Parser:
             self._held = unread(self._parser)
         return parts
 
-    def finish(self) -> list[Part]:
-        """Return what was held back. The text may end in the middle of a part."""
+    def finish(self, is_cut: bool = False) -> list[Part]:
+        """Return what was held back. The text may end in the middle of a part.
+
+        is_cut: whether its length has cut it. A call that it has cut is left out: in part it is neither a text for
+        people nor a call to be made, even where its arguments so far can be read.
+        """
         if self._parser is None:
             return []
+        held = unread(self._parser)
         try:
             _, events = self._parser.finalize()
         except Exception:  # as above
-            return self._as_text()
+            return [] if is_cut and self._calls else self._as_text()
+        if is_cut:
+            of_call = [event["type"] for event in events if event.get("field") == "tool_calls"]
+            if not held or of_call != ["region_close"]:  # what was held is not the mark that closes it
+                events = [event for event in events if event.get("field") != "tool_calls"]
+            if any(token in held for token in getattr(self._tokenizer, "get_added_vocab", dict)()):
+                # It is the beginning of a mark such as <tool_call><function=f>: no text has such a token.
+                events = [event for event in events if event.get("text") != held]
         return self._parts(events, "")
 
     def _parts(self, events: list[dict], text: str) -> list[Part]:
@@ -139,6 +152,7 @@ class Parser:
         begin, self._read = self._read, self._fed - len(unread(self._parser))
         for number, event in enumerate(events):
             name, is_clean = event.get("field"), event["type"] == "region_chunk" and not event.get("dirty")
+            self._calls = name == "tool_calls" and event["type"] != "region_close"
             if event["type"] == "region_close" and name == "tool_calls":
                 if not _is_call(event.get("value")):
                     return parts + self._as_text()
