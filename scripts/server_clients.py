@@ -206,7 +206,7 @@ def two_openai_agents(url: str) -> None:
 
 @client("anthropic")
 def anthropic_messages(url: str) -> None:
-    """Messages whole and streamed, thinking, tools and their results, count_tokens, stop sequences, an error."""
+    """Messages whole and streamed, thinking, tools and their runner, count_tokens, stop sequences, an error."""
     import anthropic
 
     with anthropic.Anthropic(base_url=url, api_key=KEY, max_retries=0) as client:
@@ -238,6 +238,9 @@ def anthropic_messages(url: str) -> None:
         for choice in ({"type": "any", "disable_parallel_tool_use": True}, {"type": "tool", "name": "add"}):
             answer = client.messages.create(messages=messages, tool_choice=choice, tools=[ANTHROPIC_TOOL], **options)
             equal((answer.content[0].type, answer.content[0].input), ("tool_use", {"a": 1, "b": 2}))
+        tool = anthropic.beta_tool(lambda a, b: str(a + b), name="add", description="Adds.", input_schema=SCHEMA)
+        runner = client.beta.messages.tool_runner(messages=messages, tools=[tool], **options)
+        equal([message.content[0].type for message in runner], ["tool_use", "text"])
         messages = [{"role": "user", "content": "<think>a b c d e f g h</think>so"}]
         thinking = {"type": "enabled", "budget_tokens": 3}
         answer = client.messages.create(messages=messages, thinking=thinking, **options)

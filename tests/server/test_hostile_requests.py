@@ -224,6 +224,14 @@ def test_words_that_help(address, path, field, value, says):
     assert re.search(says, refusal(address, path, **PROMPTS[path] | {field: value}))
 
 
+def test_a_thread_is_refused_as_anthropics_client_knows_it(address):
+    """Its runner of tools asks for one, and by these details goes on without."""
+    body = {"messages": MESSAGES, "max_tokens": 2}
+    error = refused(address, "/v1/messages", **body, thread={"type": "create"})
+    assert error["details"] == {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    assert "details" not in refused(address, "/v1/messages", **body, nonsense=1)
+
+
 def test_a_missing_prompt_is_named(address):
     for path, prompt in PROMPTS.items():
         for body in ({}, dict.fromkeys(prompt)):

@@ -17,6 +17,7 @@ CHAT, COMPLETION, RESPONSE = "/v1/chat/completions", "/v1/completions", "/v1/res
 MESSAGE, COUNT = "/v1/messages", "/v1/messages/count_tokens"  # Anthropic's
 PROMPTS = {CHAT: "messages", COMPLETION: "prompt", RESPONSE: "input", MESSAGE: "messages", COUNT: "messages"}
 SCHEMAS = {CHAT: "response_format", RESPONSE: "text.format", MESSAGE: "output_config.format"}
+NO_THREAD = "thread_unsupported_request"  # Anthropic's client then sends the whole conversation, again and from then on
 
 LEVELS = 64  # of nested lists and objects
 MESSAGES = 4096  # a template may look at all messages for each of them
@@ -34,7 +35,7 @@ class RefusedError(ValueError):
     """A request asks for what cannot be done. The message names the field and what it must be.
 
     param: the field at fault, or the part of it, such as messages[1]; None if it is no field.
-    code: what OpenAI calls such a fault, where clients act on the name.
+    code: what OpenAI or Anthropic calls such a fault, where clients act on the name.
     status: of HTTP.
     """
 
@@ -150,7 +151,7 @@ def read_request(body: dict, path: str, model: str, vocabulary: int, reserved: C
     for name, value in body.items():
         with blamed(f"{name:.80}"):
             if name not in fields:
-                raise RefusedError(f"{name:.80} is not served: {_instead(name, path)}")
+                raise RefusedError(f"{name:.80} is not served: {_instead(name, path)}", code=CODES.get(name))
             _check_values(name, value)
             _check(name, value, fields[name])
     if body.get("model", model) != model:
@@ -636,6 +637,7 @@ NOT_FLOATS = {
     "max_new_tokens",
     "min_new_tokens",
 }  # transformers is strict
+CODES = {"thread": NO_THREAD}
 LEAVE_OUT = "the server does not know it, or cannot do it; leave it out"
 INSTEAD: dict[Any, str] = {
     (RESPONSE, "max_tokens"): "give max_output_tokens instead",
@@ -664,6 +666,7 @@ INSTEAD: dict[Any, str] = {
     (RESPONSE, "response_format"): "give text.format instead",
     "previous_response_id": "answers are not kept; send the whole conversation as input",
     "conversation": "conversations are not kept; send the whole conversation as input",
+    "thread": "conversations are not kept; send the whole conversation as messages",
 } | {
     name: f'give it in generation_config, such as {{"generation_config": {{"{name}": ...}}}}'
     for name in GENERATION

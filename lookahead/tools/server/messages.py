@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from lookahead.tools.server.answering import Piece, Words
+from lookahead.tools.server.fields import NO_THREAD
 from lookahead.tools.server.forms import Form, characters, event
 from lookahead.tools.server.parsing import TEXT, Call
 
@@ -25,7 +26,8 @@ class Message(Form):
     @staticmethod
     def error(message: str, status: int, param: str | None = None, code: str | None = None) -> dict:
         kind = KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
-        return {"type": "error", "error": {"type": kind, "message": characters(message)}}
+        more = {"details": {"error_code": code, "unsupported": [param]}} if code == NO_THREAD else {}
+        return {"type": "error", "error": {"type": kind, "message": characters(message)} | more}
 
     def object(self) -> dict:
         blocks = [block(kind, part) for kind, part in self.answers[0].parts]
