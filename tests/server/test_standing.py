@@ -38,6 +38,7 @@ from lookahead.tools.server.chats import Completion
 from lookahead.tools.server.fields import Asked, Wishes
 from lookahead.tools.server.generations import MOST_ANSWERS, MOST_WAITING, BusyError
 from lookahead.tools.server.leaving import Gathered
+from lookahead.tools.server.metrics import Metrics
 from lookahead.tools.server.parsing import TEXT
 from lookahead.tools.server.reading import Prompt
 
@@ -721,3 +722,16 @@ def sockets_of(address: str) -> int:
     port = f":{urllib.parse.urlsplit(address).port:04X}"
     lines = Path("/proc/net/tcp").read_text().splitlines()[1:]
     return sum(line.split()[1].endswith(port) and line.split()[3] == "01" for line in lines)
+
+
+def test_a_line_says_what_was_cached_where_that_is_known(caplog):
+    """Only the end of an answer tells it. A client that goes before has not had none."""
+    exchange = Exchange(SimpleNamespace(metrics=Metrics()), COMPLETION, {}, None, None)
+    exchange._form = Completion(Asked(), "x", [Prompt([1, 2, 3], [])], 1)
+    exchange._answers = [SimpleNamespace(writer=SimpleNamespace(stats=None))]
+    with caplog.at_level("INFO", "lookahead.serve"):
+        exchange._log()
+        list(exchange._form.add(0, End("stop", None, 1, 0, 2)))
+        exchange._log()
+    ends = [message.partition("a prompt of ")[2] for message in caplog.messages]
+    assert ends == ["3 tokens, 0 written", "3 tokens, 2 of them cached, 1 written"]

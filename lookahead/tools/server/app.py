@@ -649,7 +649,8 @@ class Exchange:
                 metrics.prompt_tokens.add(form.prompt_tokens)
                 for answer in form.answers:
                     metrics.answer_tokens.add(answer.tokens)
-            said += f": {form.prompt_tokens} tokens read, {form.cached} of them cached, {form.tokens} written"
+            known = f", {form.cached} of them cached" if form.is_whole else ""  # only the end of an answer tells
+            said += f": a prompt of {form.prompt_tokens} tokens{known}, {form.tokens} written"
             if self._first_text:
                 metrics.first_text.add(self._first_text)
                 said += f", first text after {self._first_text:.2f} s"
