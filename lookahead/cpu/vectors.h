@@ -40,13 +40,13 @@ static inline bool floats_are_faster() { return __builtin_cpu_is("intel"); }
 #endif
 
 // Memory that is read next. Each step prefetches some bytes of it, between products and shuffles, because a core can
-// have only a few dozen cache lines in flight.
+// have only a few dozen cache lines in flight. They go to L2: L1 is full of what is read now, and has fewer in flight.
 struct Wanted {
     const char* begin = nullptr;
     long bytes = 0;
 
     INLINE void prefetch(long step) const {
-        for (long i = 0; i < bytes; i += 64) __builtin_prefetch(begin + step * bytes + i, 0, 3);
+        for (long i = 0; i < bytes; i += 64) __builtin_prefetch(begin + step * bytes + i, 0, 1);
     }
 };
 
