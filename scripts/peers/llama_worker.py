@@ -163,10 +163,11 @@ def load(chosen: Namespace) -> tuple[Decode, dict[str, str]]:
         said = server.ask("completion", asked)
         seconds = time.perf_counter() - start
         if is_fork:
-            again = server.ask("completion", asked | {"n_probs": 1})
-            if again["content"] != said["content"]:
+            probable = asked | {"max_tokens": request.max_new_tokens, "logprobs": 1}
+            (again,) = server.ask("v1/completions", probable)["choices"]
+            if again["text"] != said["content"]:
                 raise RuntimeError("ik_llama.cpp wrote another text when it was asked for the same one again")
-            said["tokens"] = [token["id"] for token in again["completion_probabilities"]]
+            said["tokens"] = [token["id"] for token in again["logprobs"]["content"]]
         return answer(said, seconds, kind in SPECULATION)
 
     if is_fork:

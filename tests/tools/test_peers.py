@@ -201,9 +201,10 @@ class Handler(BaseHTTPRequestHandler):
             ids = asked["prompt"] * asked["n_predict"]
             if "fork" not in __file__:
                 self.answer(200, dict(tokens=ids, timings=timings))
-            elif "n_probs" in asked:
-                again = "text" if asked["n_predict"] > 1 else "another"
-                self.answer(200, dict(content=again, completion_probabilities=[dict(id=token) for token in ids]))
+            elif self.path == "/v1/completions" and asked["logprobs"]:
+                again = "text" if asked["max_tokens"] > 1 else "another"
+                told = dict(content=[dict(id=token) for token in ids])
+                self.answer(200, dict(choices=[dict(text=again, logprobs=told)]))
             else:
                 self.answer(200, dict(content="text", timings=timings))
 
