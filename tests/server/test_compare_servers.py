@@ -100,9 +100,8 @@ def test_a_loop_with_tools_calls_in_each_turn(already_running, model, tmp_path, 
     ((name, seconds, tokens, calls),) = compare(
         "tools", "--model", model, "--dtype", "float32", "--rounds", 1, out=tmp_path / "tools"
     )
-    assert (name, calls) == ("lookahead", 0)  # eight tokens are no whole call
+    assert (name, calls, tokens) == ("lookahead", 0, 0)  # eight tokens are no whole call, so it is left out
     assert seconds > 0
-    assert tokens >= 8
 
 
 def test_a_loop_with_tools_writes_the_same_from_cold_prompts(model, tmp_path, monkeypatch):
