@@ -241,7 +241,9 @@ def main(
                 rows, failures = measure(subject, ids, categories, methods, options, repeats, f"{name}, {title(cell)}")
                 cell["reading"] = min(before, reading(subject.plain), key=lambda read: read["seconds"])
                 report["cells"].append({**cell, "table": summarise(rows, methods, failures), "prompts": rows})
-                versions |= {PEERS[method][0]: peer.versions for method, peer in subject.peers.items() if peer.versions}
+                for method, peer in subject.peers.items():
+                    if peer.versions:
+                        versions.setdefault(PEERS[method][0], {}).update(peer.versions)
                 report["environment"] = {
                     "command": command_line(__file__), **environment(subject.plain), "peers": versions,
                     "prompts": f"{len(ids)} prompts: {what}", "max_new_tokens": max_new_tokens, "repeats": repeats,
