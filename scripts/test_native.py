@@ -140,14 +140,14 @@ def main() -> None:
     runs = []
     for job in jobs:
         if job[1] == POOL:
-            runs.append((*job, [*pytest, POOL_TESTS]))
+            runs.append((job, [*pytest, POOL_TESTS]))
             continue
         if not options.no_tests and job[0] == "address":
-            runs.append((*job, [*pytest, "-k", KERNEL_TESTS, *TESTS]))
-        runs.append((*job, fuzz))
+            runs.append((job, [*pytest, "-k", KERNEL_TESTS, *TESTS]))
+        runs.append((job, fuzz))
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # each of them computes in one thread, but for ThreadSanitizer's
-        passed = [pool.submit(run, folders[one[:2]], one[1], one[0], one[2]) for one in runs]
-    sys.exit(not all(one.result() for one in passed))
+        done = [pool.submit(run, folders[job], job[1], job[0], command) for job, command in runs]
+    sys.exit(not all(one.result() for one in done))
 
 
 if __name__ == "__main__":

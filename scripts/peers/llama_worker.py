@@ -114,7 +114,7 @@ class Server:
             self._begin([*command, "--no-repack"])
 
     def _begin(self, command: list[str]) -> None:
-        self._process = subprocess.Popen(command, stdout=sys.stderr)
+        self._process = subprocess.Popen(command, stdout=sys.stderr, cwd=ROOT)  # the fork writes a log where it runs
         atexit.register(self._process.kill)
         begin = time.monotonic()
         while not self._is_ready():
