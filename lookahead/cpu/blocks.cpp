@@ -428,12 +428,11 @@ extern "C" void index_float32(const float* weights, long count, long size, uint8
     index_all(weights, count, size, bytes, found, threads);
 }
 
-#ifdef __AVX512F__  // with AVX2, unpacking takes as long as reading bf16
+
 extern "C" void index_bfloat16(const BFloat16* weights, long count, long size, uint8_t* bytes, float*, float*,
                                bool* found, long threads) {
     index_all(weights, count, size, bytes, found, threads);
 }
-#endif
 
 #endif
 

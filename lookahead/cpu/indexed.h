@@ -142,10 +142,10 @@ INLINE void Indexed::look_up(const uint8_t* lower_bytes, const uint8_t* codes, T
     const __m512i upper = _mm512_shuffle_epi8((__m512i)table, code);
     two[0] = (Ints)_mm512_unpacklo_epi8(lower, upper), two[1] = (Ints)_mm512_unpackhi_epi8(lower, upper);
 #else
-    const __m128i half = _mm_loadu_si128((const __m128i*)codes);
-    const __m256i all = _mm256_inserti128_si256(_mm256_castsi128_si256(half), _mm_srli_epi16(half, 4), 1);
-    const __m256i code = _mm256_and_si256(all, _mm256_set1_epi8(15));
-    const __m256i lower = _mm256_loadu_si256((const __m256i*)lower_bytes);
+    const __m256i twice = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)codes));
+    const __m256i down = _mm256_setr_epi32(0, 0, 0, 0, 4, 4, 4, 4);  // the upper half
+    const __m256i code = _mm256_and_si256(_mm256_srlv_epi32(twice, down), _mm256_set1_epi8(15));
+    const __m256i lower = (__m256i)in_register(*(const Unaligned<Ints>*)lower_bytes);
     const __m256i upper = _mm256_shuffle_epi8(table, code);
     two[0] = (Ints)_mm256_unpacklo_epi8(lower, upper), two[1] = (Ints)_mm256_unpackhi_epi8(lower, upper);
 #endif

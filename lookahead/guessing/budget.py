@@ -20,7 +20,7 @@ MAX_GUESSES = RUNGS[-1] - 1  # with the root, the most rows for which costs are 
 FADE = 0.98  # factor by which each step fades the sums that make up the rate and the trust
 FRUITLESS = 64  # steps without an accepted guess, after which only one of WAKING steps looks for guesses
 WAKING = 4
-FIRST_CLAIMS = 4.0  # accepted guesses that claims and experience start from
+PRIOR_CLAIMS = 2.0  # accepted guesses that stand beside the recent ones, so that bad experience fades, too
 WINDOW_SIZES = ((4, 3), (8, 4), (15, 5))  # W and N of the windows to try; the next is tried only if this one pays
 FIRST_PAUSE = 128  # steps before the first trial of a window, and in the first pause
 PAUSE_GROWTH = 8  # a trial that does not pay makes the next pause longer by this factor
@@ -44,7 +44,7 @@ class Pace:
         self.costs = costs
         self._lock = Lock()
         self._tokens, self._seconds = 1.0, float(costs.of_step(1, 0))  # the rate of plain decoding
-        self._claimed = self._accepted = FIRST_CLAIMS
+        self._claimed = self._accepted = 0.0
         self._fruitless = 0  # steps since a guess was accepted
         self._until_doubt = DOUBT_PAUSE
         self.doubts = False
@@ -60,9 +60,10 @@ class Pace:
     def trust(self) -> float:
         """Return the ratio of recently accepted to expected guesses. Expected is the sum of their probabilities.
 
-        Sources calibrate themselves, but on a new text they err in the same direction for dozens of steps.
+        Sources calibrate themselves, but on a new text they err in the same direction for dozens of steps. Where few
+        guesses pay, a low ratio would stop them all, and then stay as it is: so it approaches 1 as steps go by.
         """
-        return self._accepted / self._claimed
+        return (self._accepted + PRIOR_CLAIMS) / (self._claimed + PRIOR_CLAIMS)
 
     @property
     def rests(self) -> bool:
@@ -78,7 +79,7 @@ class Pace:
         whether a pass has only the rows of each step. If not, all steps have as many as the longest. others: rows of
         other calls in the same pass.
         """
-        batch, trust, rate = len(trees), self._accepted / self._claimed, self._tokens / self._seconds
+        batch, trust, rate = len(trees), self.trust(), self._tokens / self._seconds
         gains = [sorted(tree.probabilities.tolist(), reverse=True) for tree in trees]
         if batch == 1:
             gained, at_once = gains[0], 1

@@ -79,6 +79,17 @@ def test_a_row_that_costs_nothing_is_used_and_one_that_costs_a_step_is_not():
     assert Pace(costs_of(1.0, 0.3)).choose(guesses, 0, 0) == [2]  # 0.3 of 1.3 a row, at a token a step
 
 
+def test_bad_luck_is_forgotten_where_rows_are_so_dear_that_it_stops_all_guesses():
+    pace, guess, none = Pace(costs_of(1.0, 0.25)), tree_of([0.6]), tree_of([])
+    assert pace.choose([guess], 0, 0) == [1]
+    for _ in range(30):
+        pace.count_guesses([guess], [[0]])
+    assert pace.choose([guess], 0, 0) == [0]
+    for _ in range(100):
+        pace.count_guesses([none], [[0]])
+    assert pace.choose([guess], 0, 0) == [1]
+
+
 @given(verified=st.lists(st.integers(0, 127), min_size=1, max_size=30))
 def test_the_guesses_looked_for_follow_those_that_were_worth_verifying(verified):
     pace = Pace(costs_of(1.0, 0.1))

@@ -216,8 +216,7 @@ def test_all_powers_of_two_of_mxfp4_are_read():
     assert torch.equal(found.T, numbers_of_mxfp4(packed, torch.float32))
 
 
-def can_index(dtype) -> bool:
-    return native.CAPABILITY.startswith("AVX512") or (native.CAPABILITY == "AVX2" and dtype == torch.float32)
+CAN_INDEX = native.CAPABILITY.startswith("AVX")
 
 
 @settings(max_examples=200, deadline=None)
@@ -241,7 +240,7 @@ def test_numbers_of_bf16_are_indexed(dtype, outputs, groups, spread, rare, seed)
     weight = torch.where(torch.rand(shape) < rare, odd, weight)
     linear = Linear(weight, None, torch.randn(outputs).to(dtype) if seed % 2 else None)
     found = blocks.pack(linear, dtype)
-    if not can_index(dtype):
+    if not CAN_INDEX:
         assert found is linear
         return
     together = blocks.TOGETHER
@@ -265,7 +264,7 @@ def test_exceptions_of_a_block_do_not_touch_the_others(dtype):
         part[rows, columns] = 2.0 ** torch.randint(-120, -8, (count,)).float()
     linear = Linear(weight.bfloat16().to(dtype))
     found = blocks.pack(linear, dtype)
-    assert (found.unpacked is not None) == can_index(dtype)
+    assert (found.unpacked is not None) == CAN_INDEX
     assert_same_products(found, linear, dtype, rows=(1, 5, 6, 17))
     again = blocks.pack(linear, dtype, found if found is not linear else None)
     assert torch.equal(again.weight, found.weight)
@@ -280,7 +279,7 @@ def test_rows_that_cannot_be_indexed_do_not_touch_the_others(dtype):
     weight[128:] *= 2.0 ** torch.randint(-30, 30, (3, 64 * 5)).float()
     linear = Linear(weight.bfloat16().to(dtype))
     found = blocks.pack(linear, dtype)
-    assert (found.unpacked is not None) == can_index(dtype)
+    assert (found.unpacked is not None) == CAN_INDEX
     assert_same_products(found, linear, dtype, rows=(1, 2, 7, 12, 13, 33))
     weight = linear.weight
     weight[25, 7] += 1
@@ -294,10 +293,10 @@ def test_weights_near_zero_are_not_given_to_the_matrix_unit_in_float32(rows):
     weight = torch.randn(20, 128).bfloat16().float()
     weight[:rows] *= 2.0**-60
     found = blocks.pack(Linear(weight), torch.float32)
-    assert (found.unpacked is not None) == (can_index(torch.float32) and not native.HAS_AMX)
+    assert (found.unpacked is not None) == (CAN_INDEX and not native.HAS_AMX)
     weight[0] = 0
     weight[1:] = torch.randn(19, 128).bfloat16().float()
-    assert (blocks.pack(Linear(weight), torch.float32).unpacked is not None) == can_index(torch.float32)
+    assert (blocks.pack(Linear(weight), torch.float32).unpacked is not None) == CAN_INDEX
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
