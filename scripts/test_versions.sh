@@ -40,7 +40,7 @@ print("python", platform.python_version(), "torch", torch.__version__, "transfor
         return
     fi
     # `make test` has tried all examples of the property tests already.
-    LOOKAHEAD_SHARE=${LOOKAHEAD_SHARE:-0.25} PYTHONPATH=$PWD \
+    LOOKAHEAD_SHARE=0.25 LOOKAHEAD_ONCE_A_FAMILY=1 PYTHONPATH=$PWD \
         "$DIR/$name/bin/python" -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal "$@"
 }
 

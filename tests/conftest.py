@@ -5,6 +5,8 @@ import gc
 import math
 import os
 import signal
+import zlib
+from collections import Counter
 
 import hypothesis
 import pytest
@@ -12,8 +14,13 @@ import torch
 
 from lookahead.passes import costs, verdicts
 
-if "LOOKAHEAD_SHARE" in os.environ:  # the share of examples of property tests, for runs that repeat tests of others
-    share, whole = float(os.environ["LOOKAHEAD_SHARE"]), hypothesis.settings.__init__
+# What a run may leave out that comes after many others: all but a SHARE of the examples of property tests, one of the
+# two halves into which MANY cases of a test fall, or all cases but one of each family.
+SHARE, HALF, ONCE = map(os.environ.get, ("LOOKAHEAD_SHARE", "LOOKAHEAD_HALF", "LOOKAHEAD_ONCE_A_FAMILY"))
+MANY = 6
+
+if SHARE is not None:
+    share, whole = float(SHARE), hypothesis.settings.__init__
 
     @functools.wraps(whole)
     def fewer(self, *given, **options) -> None:
@@ -25,16 +32,19 @@ if "LOOKAHEAD_SHARE" in os.environ:  # the share of examples of property tests, 
     hypothesis.settings.register_profile("share", max_examples=100)  # for tests that set no number
     hypothesis.settings.load_profile("share")
 
-    def pytest_collection_modifyitems(config, items) -> None:
-        """Keep one test for each family, and drop its other parameters."""
-        seen, kept, left_out = set(), [], []
-        for item in items:
-            given = item.callspec.params if hasattr(item, "callspec") else {}
-            key = item.function, given.get("model_type", item)
-            (left_out if key in seen else kept).append(item)
-            seen.add(key)
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = kept
+
+def pytest_collection_modifyitems(config, items) -> None:
+    """Leave out cases, if the environment says so."""
+    cases = Counter(item.function for item in items)
+    seen, kept, left_out = set(), [], []
+    for item in items:
+        given = item.callspec.params if hasattr(item, "callspec") else {}
+        key = item.function, given.get("model_type", item)
+        is_in_half = HALF is None or cases[item.function] < MANY or zlib.crc32(item.nodeid.encode()) % 2 == int(HALF)
+        (kept if is_in_half and not (ONCE and key in seen) else left_out).append(item)
+        seen.add(key)
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = kept
 
 
 os.environ["OMP_NUM_THREADS"] = "1"  # of processes that tests start: two on two cores would wait for each other
