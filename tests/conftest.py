@@ -41,8 +41,11 @@ def pytest_collection_modifyitems(config, items) -> None:
         given = item.callspec.params if hasattr(item, "callspec") else {}
         key = item.function, given.get("model_type", item)
         is_in_half = HALF is None or cases[item.function] < MANY or zlib.crc32(item.nodeid.encode()) % 2 == int(HALF)
-        (kept if is_in_half and not (ONCE and key in seen) else left_out).append(item)
-        seen.add(key)
+        if is_in_half and not (ONCE and key in seen):
+            seen.add(key)
+            kept.append(item)
+        else:
+            left_out.append(item)
     config.hook.pytest_deselected(items=left_out)
     items[:] = kept
 

@@ -428,7 +428,6 @@ extern "C" void index_float32(const float* weights, long count, long size, uint8
     index_all(weights, count, size, bytes, found, threads);
 }
 
-
 extern "C" void index_bfloat16(const BFloat16* weights, long count, long size, uint8_t* bytes, float*, float*,
                                bool* found, long threads) {
     index_all(weights, count, size, bytes, found, threads);

@@ -227,7 +227,7 @@ struct PanelOfLines {
                 Ints now[PANEL_VECTORS];
                 take(w, v, now);
                 UNROLL for (int m = 0; m < M; m++) add_products<By>(x[v * M + m], now, sums[m]);
-                if (L < 16 && v % PARTS == PARTS - 1)  // of 16 registers, GCC would give some to constants, and spill sums
+                if (L < 16 && v % PARTS == PARTS - 1)  // of 16 registers, GCC gives some to constants, and spills sums
                     UNROLL for (int m = 0; m < M; m++)
                         UNROLL for (int o = 0; o < PANEL_VECTORS; o++) sums[m][o] = in_register(sums[m][o]);
             }
