@@ -62,19 +62,14 @@ def pytest_collection_finish(session) -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def costs_of_tiny_models(tmp_path_factory):
-    """Measured in no time, and kept out of the user's cache."""
+def kept_of_models(tmp_path_factory):
+    """Out of the user's cache, and the same for all processes of a run. Costs of tiny models are measured in no time."""
+    base = tmp_path_factory.getbasetemp()
+    kept = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "kept"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(costs, "FOLDER", tmp_path_factory.mktemp("step-costs"))
+        patch.setattr(costs, "FOLDER", kept / "step-costs")
         patch.setattr(costs, "SECONDS", 0.02)
-        yield
-
-
-@pytest.fixture(autouse=True, scope="session")
-def verdicts_of_tests(tmp_path_factory):
-    """Out of the user's cache."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(verdicts, "FOLDER", tmp_path_factory.mktemp("verdicts"))
+        patch.setattr(verdicts, "FOLDER", kept / "verdicts")
         yield
 
 

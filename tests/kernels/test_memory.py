@@ -569,13 +569,14 @@ import torch
 from zoo import tiny_model
 import lookahead
 torch.set_num_threads(2)
+config = lookahead.LookaheadConfig(budget=8, window_size=2, ngram_size=3)  # nothing that must be measured
 for dtype in (torch.float32, torch.bfloat16):
     for size in (256, 64):
         model = tiny_model("qwen3", head_dim=size, hidden_size=64, intermediate_size=64).to(dtype)
-        lookahead.wrap(model, lookahead.LookaheadConfig(budget=8))
+        lookahead.wrap(model, config)
         model.generate(torch.arange(3, 60)[None], max_new_tokens=20, do_sample=False)
         assert "passes: fused" in model.lookahead.report()
-        lookahead.wrap(model, lookahead.LookaheadConfig(budget=8))
+        lookahead.wrap(model, config)
         model.model.layers[0].mlp.register_forward_hook(lambda *args: None)
         model.generate(torch.arange(3, 60)[None], max_new_tokens=20, do_sample=False)
         assert "passes: eager" in model.lookahead.report()

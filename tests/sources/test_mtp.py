@@ -459,7 +459,7 @@ def test_the_commands(tmp_path):
 def test_a_small_hybrid_is_trained_with_such_a_layer(monkeypatch, tmp_path):
     text = Path(train_hybrid_model.__file__).read_text()
     monkeypatch.setattr(train_hybrid_model, "standard_library", lambda: ([text] * 2, [text] * 2))
-    options = ["--tokenizer", str(DEMO_MODEL), "--steps", "2", "--batch", "2", "--context", "64"]
+    options = ["--tokenizer", str(DEMO_MODEL), "--steps", "1", "--batch", "1", "--context", "64"]
     result = CliRunner().invoke(train_hybrid_model.main, [*options, "--out", str(tmp_path)], catch_exceptions=False)
     said = r"held-out loss [78]\.\d+ nats per token, [78]\.\d+ for the multi-token"
     assert re.search(said, result.output), result.output

@@ -221,11 +221,11 @@ def test_texts_go_on_where_they_stopped(tmp_path, few, demo):
 
 @pytest.mark.parametrize(("kind", "vocabulary"), [("eagle", 4096), ("medusa", 300), ("eagle3", 300)])
 def test_the_command(tmp_path, few, demo, kind, vocabulary):
-    command = ["--model", str(DEMO), "--kind", kind, "--out", str(tmp_path / "heads"), "--tokens", "500"]
-    command += ["--steps", "3", "--batch", "100", "--vocabulary", str(vocabulary), "--texts", str(tmp_path / "t.jsonl")]
+    command = ["--model", str(DEMO), "--kind", kind, "--out", str(tmp_path / "heads"), "--tokens", "200"]
+    command += ["--steps", "2", "--batch", "100", "--vocabulary", str(vocabulary), "--texts", str(tmp_path / "t.jsonl")]
     result = CliRunner().invoke(train_heads.main, command, catch_exceptions=False)
     assert result.exit_code == 0, result.output
-    assert "step 3/3: loss" in result.output
+    assert "step 2/2: loss" in result.output
     card = (tmp_path / "heads" / "README.md").read_text()
     assert f"{vocabulary:,} of 4,096 tokens" in card
     config = json.loads((tmp_path / "heads" / "config.json").read_text())
