@@ -32,6 +32,7 @@ from ngram_pool import GuessTree, Origin
 if TYPE_CHECKING:
     from lookahead.engine.batch_draws import BatchDraws
     from lookahead.engine.callers_cache import CallersCache
+    from lookahead.guessing.together import Together
 
 ROOM = 4096  # most positions beyond the prompt that a cache allocates at once
 # Tokens that a pass may compute again. If there are more, a step without guesses clears them: all its rows are
@@ -114,7 +115,7 @@ class Call:
         self._trials = windows.trials if windows else None
         self._most_rows = 1 + self._budget.max_guesses + (windows.max_rows if windows else 0)  # of a sequence in a step
         self._batch = Batch(self._texts, temperature, vocabulary_of(model), engine.pool, pace is not None)
-        self._asked: Combined | PoolAlone = self._source  # in the current step
+        self._asked: Together | PoolAlone  # in the current step
         self._rests = self._is_spoiled = self._is_changed = False
         self._company: Company | None = None  # of the last pass
         self._own_rows = 0  # in it
@@ -246,12 +247,13 @@ class Call:
         rate = budget.pace.rate() if budget.pace else None
         draws = self._known_draws(depths) if self._generation.do_sample else []
         limits = Limits(depths, budget.limit(len(texts)), least, self._is_chain, rate, draws)
-        windows, pool, self._asked = self._source.windows, self._source.pool_alone, self._source
+        windows, pool = self._source.windows, self._source.pool_alone
         if pool is not None and not (windows and (windows.size or (self._trials and self._trials.level))):
             self._asked = pool
             return limits, pool.propose(texts, limits)
+        self._asked = self._source.together
         with decoding_pass(splits_attention=False, uses_kernels=self._runner.adapter.uses_kernels):
-            return limits, self._source.propose(texts, limits)
+            return limits, self._asked.propose(texts, limits)
 
     def _lay_out(
         self, texts: list[list[int]], limits: Limits, guessed: list[GuessTree]

@@ -5,17 +5,16 @@ from contextlib import ExitStack
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from lookahead.guessing.budget import Budget, Trials
 from lookahead.guessing.jacobi import Windows, WindowSource
 from lookahead.guessing.pool import PoolAlone, PoolSource
-from lookahead.guessing.source import Batch, Guesser, GuessSource, Limits, Needs, Outcome
+from lookahead.guessing.source import Batch, Guesser, GuessSource, Needs
 from lookahead.models.cache import AnyCache
 from lookahead.stats import Stats
-from ngram_pool import GuessTree, Origin
+from ngram_pool import Origin
 
 if TYPE_CHECKING:
     from lookahead.guessing.merging import Experience
@@ -72,8 +71,8 @@ def needs_of(sources: Sequence[GuessSource]) -> Needs:
     )
 
 
-class Combined(Guesser):
-    """The guessers of one call, one for each source that takes part in it."""
+class Combined:
+    """The guessers of one call, one for each source that takes part in it. They guess `together`."""
 
     def __init__(
         self,
@@ -94,7 +93,7 @@ class Combined(Guesser):
         self.stands_alone = len(proposers) == 1 and proposers[0].is_calibrated
         """Whether there is a single source, whose probabilities are used unchanged."""
         self.pool_alone: PoolAlone | None = None
-        """The fast path if only a pool guesses: while no window is open, it replaces this object."""
+        """The fast path if only a pool guesses: while no window is open, it stands for `together`."""
         self.windows: Windows | None = None
         """The Jacobi windows of the call, if there are any."""
         self._guessers: dict[int, Guesser] = {}  # of this call, by the number of their source
@@ -128,24 +127,11 @@ class Combined(Guesser):
             guesser.attach(model, cache)
 
     @cached_property
-    def _together(self) -> "Together":
+    def together(self) -> "Together":
+        """The guessers, step by step."""
         from lookahead.guessing.together import Together  # a single pool does not need it
 
         return Together(self._sources, self._guessers, self._ledger, self._budget, self._stats, self._vocabulary)
-
-    @property
-    def paid_seconds(self) -> float:
-        """Seconds of the sources that are not free in the current step."""
-        return self._together.paid_seconds
-
-    def propose(self, texts: list[list[int]], limits: Limits) -> list[GuessTree]:
-        return self._together.propose(texts, limits)
-
-    def look_ahead(self, limits: Limits) -> list[list[np.ndarray]]:
-        return self._together.look_ahead(limits)
-
-    def observe(self, outcome: Outcome) -> None:
-        self._together.observe(outcome)
 
     def select(self, sequences: list[int]) -> None:
         for guesser in self._guessers.values():

@@ -87,7 +87,7 @@ class PoolAlone:
         self._pool, self._stats = pool, stats
 
     def propose(self, texts: list[list[int]], limits: Limits) -> list[GuessTree]:
-        """`Combined.propose` for this step."""
+        """`Together.propose` for this step."""
         began = time.perf_counter()
         trees = self._pool.propose(texts, limits)
         self._seconds = time.perf_counter() - began
@@ -101,7 +101,7 @@ class PoolAlone:
         return [[]] * len(limits.depths)
 
     def observe(self, outcome: Outcome) -> None:
-        """`Combined.observe` for this step."""
+        """`Together.observe` for this step."""
         began, stats = time.perf_counter(), self._stats
         self._pool.observe(outcome)
         stats.asked += 1

@@ -460,7 +460,7 @@ class DraftGuesser(Guesser):
         rate = self._inner_pace.rate() if self._inner_pace else None
         own = Limits(depths, MAX_ROWS, limits.min_probability, is_chain, rate, draws)
         asked: list[_Asked] = []
-        for text, node, tree in zip(texts, after, self._inner.propose(texts, own), strict=True):
+        for text, node, tree in zip(texts, after, self._inner.together.propose(texts, own), strict=True):
             nodes: list[Node] = []
             guesses = zip(tree.tokens.tolist(), tree.parents.tolist(), tree.probabilities.tolist(), strict=True)
             for token, parent, share in guesses:
@@ -527,4 +527,4 @@ class DraftGuesser(Guesser):
             emitted.append([said[row] for row in path])
         texts = [one.text for one in asked]
         first = [0, *accumulate(map(len, shown))][:-1]
-        self._inner.observe(Outcome(texts, steps, torch.cat(shown), paths, emitted, first=first))
+        self._inner.together.observe(Outcome(texts, steps, torch.cat(shown), paths, emitted, first=first))

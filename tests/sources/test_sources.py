@@ -403,7 +403,7 @@ def combined(sources: list[GuessSource], ledger: Ledger | None = None, sequences
 
 def merged(*trees: GuessTree, ledger: Ledger | None = None, depth: int = 99, is_chain: bool = False) -> GuessTree:
     sources = [Says(tree) for tree in trees]
-    (tree,) = combined(sources, ledger).propose([[1]], Limits([depth], 1000, 0.0, is_chain))
+    (tree,) = combined(sources, ledger).together.propose([[1]], Limits([depth], 1000, 0.0, is_chain))
     return tree
 
 
@@ -711,7 +711,7 @@ def test_a_source_earns_what_the_step_would_not_have_written_without_it(trees, e
     budget = Budget(2 if earned[1] < 0 else 9, None)
     whole = Combined(sources, Ledger(sources), budget, stats)
     whole.start(Batch([[1]], 1.0, VOCABULARY, NgramPool(0.1)))
-    (tree,) = whole.propose([[0]], Limits([9], 99, 0.0, False))
+    (tree,) = whole.together.propose([[0]], Limits([9], 99, 0.0, False))
     (chosen,) = budget.choose([tree], 1, 0)
     accepted = chosen.follow([1, 2, 3, 4])
     step = lay_out(0, chosen)
@@ -719,7 +719,7 @@ def test_a_source_earns_what_the_step_would_not_have_written_without_it(trees, e
     for token in [1, 2, 3, 4][:accepted]:
         path.append(step.children()[path[-1], token])
     logits = torch.zeros(len(step), VOCABULARY)
-    whole.observe(Outcome([[0]], [step], logits, [path], [[1, 2, 3, 4][: accepted + 1]]))
+    whole.together.observe(Outcome([[0]], [step], logits, [path], [[1, 2, 3, 4][: accepted + 1]]))
     assert [each.earned for each in whole._stats] == earned
 
 
