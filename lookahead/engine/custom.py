@@ -7,7 +7,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.utils import ModelOutput
 
-from lookahead.compat import sampling_loop
+from lookahead.compat.loops import sampling_loop
 from lookahead.config import LookaheadConfig
 from lookahead.engine.engine import Lookahead
 from lookahead.engine.loop import run

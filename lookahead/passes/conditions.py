@@ -10,12 +10,13 @@ import torch
 from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import MaxLengthCriteria
 
-from lookahead.compat import CACHE, forward_arguments, own_sampling_loop
+from lookahead.compat import CACHE, forward_arguments
+from lookahead.compat.loops import own_sampling_loop
 from lookahead.models.adapter import ModelAdapter, device_of, vocabulary_of
-from lookahead.models.families import has_page
+from lookahead.models.families import UnknownModelError, page_of
 from lookahead.models.state import state_of
 from lookahead.models.training import random_part, unknown_part
-from lookahead.passes import probe
+from lookahead.passes import probe, shapes
 from lookahead.passes.capabilities import once
 from lookahead.passes.rounding import relative_error, row_errors
 
@@ -57,7 +58,9 @@ def what_training_changes(model: PreTrainedModel, adapter: ModelAdapter) -> str 
         return None
     if (unknown := unknown_part(model, state)) is not None:
         return f"lookahead does not know what {unknown} does"
-    if not has_page(model):
+    try:
+        page_of(model)
+    except UnknownModelError:
         return f"lookahead does not know what {type(model).__name__} does"
     return once(model, ("in training", state.in_training), True, lambda: _try_in_training(model, adapter))
 
@@ -70,7 +73,7 @@ def _try_without_cache(model: PreTrainedModel, adapter: ModelAdapter) -> bool:
         cached = [probe.plain_logits(model, adapter, tokens[:, :8], cache)[0, -1:]]
         cached += [probe.plain_logits(model, adapter, tokens[:, i : i + 1], cache, i)[0] for i in range(8, 12)]
         at_once = [probe.plain_logits(model, adapter, tokens[:, : i + 1])[0, -1:] for i in range(7, 12)]
-        noise = probe.batch_errors(model, adapter, tokens.repeat(2, 1)).max().item()
+        noise = shapes.batch_errors(model, adapter, tokens.repeat(2, 1)).max().item()
     rounding = probe.tolerance_of(model, max(noise, adapter.row_dependence))
     return relative_error(torch.cat(at_once), torch.cat(cached)) <= rounding
 
@@ -107,7 +110,7 @@ def _try_loop(model: PreTrainedModel, adapter: ModelAdapter, generation: Generat
         text, plain = written.sequences[:, padding:], DynamicCache(config=adapter.config)
         expected = [probe.plain_logits(model, adapter, text[:, :7], plain)[0, -1:]]
         expected += [probe.plain_logits(model, adapter, text[:, i : i + 1], plain, i)[0] for i in range(7, 11)]
-        noise = probe.batch_errors(model, adapter, text.repeat(2, 1)).max().item()
+        noise = shapes.batch_errors(model, adapter, text.repeat(2, 1)).max().item()
     rounding = probe.tolerance_of(model, max(noise, adapter.row_dependence))
     errors = row_errors(torch.cat(written.logits), torch.cat(expected)).nan_to_num(torch.inf)
     return probe.typical(model, errors) <= rounding
@@ -159,6 +162,6 @@ def _try_padding(model: PreTrainedModel, adapter: ModelAdapter) -> bool:
         found.append(probe.plain_logits(model, adapter, tokens[:, 12:], padded, 12, mask)[0])
         expected = [probe.plain_logits(model, adapter, tokens[:1, 5:12], plain)[0, 1:]]  # which may be zero
         expected.append(probe.plain_logits(model, adapter, tokens[:1, 12:], plain, 7)[0])
-        noise = probe.batch_errors(model, adapter, tokens).max().item()
+        noise = shapes.batch_errors(model, adapter, tokens).max().item()
     rounding = probe.tolerance_of(model, max(noise, adapter.row_dependence))
     return relative_error(torch.cat(found), torch.cat(expected)) <= rounding

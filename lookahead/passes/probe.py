@@ -13,15 +13,14 @@ from transformers import DynamicCache, PreTrainedModel
 from lookahead.compat import is_plain
 from lookahead.models.adapter import ModelAdapter, context_length, device_of, vocabulary_of
 from lookahead.models.cache import InPlaceLayer, LookaheadCache
-from lookahead.models.state import state_of
-from lookahead.passes.rounding import is_half, relative_error, row_errors, tolerance
+from lookahead.passes.rounding import is_half, row_errors, tolerance
 from lookahead.passes.runner import EagerRunner
 from lookahead.step import Step, lay_out
 from ngram_pool import GuessTree, Origin
 
 # Errors grow with the number of layers. In float32, 1.1e-5 was seen in a trained model of 30 layers. Logits that depend
 # on other rows, because these share a scale or an expert's capacity, differ by far more.
-_LARGEST_ROUNDING = 1e-4
+LARGEST_ROUNDING = 1e-4
 GROSS_ERROR = 0.2  # A median error this large comes neither from rounding nor from quantization.
 LONG_TEXT = 384  # tokens after which foreign code is also probed
 NOISY_PASSES = 2  # A single one sometimes changes a row too little.
@@ -58,65 +57,25 @@ def row_dependence(
     """Measure `ModelAdapter.row_dependence`. trials: as for `compare_with_plain`.
 
     Plain decoding of the trial's texts is compared with one pass over all of them. If they differ, it may have other
-    reasons, so more is tried. Several sequences are computed in one batch, and each alone. If attention is causal, one
-    sequence is also computed in one pass, and token by token. (Not if layers keep a state, because scans and steps sum
-    in another order.) Rounding alone may make a router send a row to another expert. That does not count: in full
-    precision it hardly happens in both rounds, and in half precision the median ignores it.
-
-    Code of users may go by the place of a row in its pass, such as a hook that changes the last one. So in full
-    precision, that is tried token by token even if layers keep a state: `_measure_noise` would take it for rounding.
+    reasons, so more is tried (`shapes`).
     """
-    largest = max(tolerance_of(model), _LARGEST_ROUNDING)
+    largest = max(tolerance_of(model), LARGEST_ROUNDING)
     try:
         errors = _trial(model, adapter, 1, {} if trials is None else trials).errors
         if typical(model, errors) <= largest:
             return 0.0
     except (torch.OutOfMemoryError, MemoryError):
         raise
-    except Exception:  # it will fail below, too, or the probe will tell
+    except Exception:  # more that is tried will fail, too, or the probe will tell
         pass
-    rng = np.random.default_rng(1)
-    users = state_of(model).users if adapter.has_state and not is_half(model.dtype) else None
-    goes_by_place = users is not None and users.may_go_by_place
-    token_by_token = is_causal(model, adapter) and (goes_by_place or not adapter.has_state)
-    found = []
-    for _ in range(2):
-        tokens = torch.from_numpy(rng.integers(0, vocabulary_of(model), (4, 16)))
-        try:
-            with as_in_generate(model):
-                apart = [batch_errors(model, adapter, tokens)]
-                if token_by_token:
-                    of_prefill = _prefill_errors(model, adapter, tokens[:1])
-                    if goes_by_place:
-                        apart.append(of_prefill)
-                    else:
-                        apart = [torch.cat([*apart, _unless_gross(of_prefill)])]
-        except (torch.OutOfMemoryError, MemoryError):
-            raise
-        except Exception:  # a model that takes no batches, or that the probe will refuse
-            return 0.0
-        found.append(max(typical(model, part) for part in apart))
-        if not found[-1] > largest:
-            return 0.0
-    return max(found)
+    from lookahead.passes import shapes  # most models need it not
+
+    return shapes.row_dependence(model, adapter, largest)
 
 
 def typical(model: PreTrainedModel, errors: torch.Tensor) -> float:
     """The error of rows that must not be more than rounding: the largest; in half precision, the median."""
     return (errors.median() if is_half(model.dtype) else errors.max()).item()
-
-
-def is_causal(model: PreTrainedModel, adapter: ModelAdapter) -> bool:
-    """Whether later tokens do not change a token's logits. True if a plain pass fails or gives NaN."""
-    tokens = torch.from_numpy(np.random.default_rng(0).integers(0, vocabulary_of(model), (1, 12)))
-    try:
-        with as_in_generate(model):
-            logits = plain_logits(model, adapter, tokens)
-            tokens[0, 6:] = tokens[0, 6:].flip(0)
-            other = plain_logits(model, adapter, tokens)
-    except Exception:  # then the probe has another reason to refuse the model
-        return True
-    return bool(logits.isnan().any()) or relative_error(other[0, :6], logits[0, :6]) <= tolerance_of(model)
 
 
 @dataclass(frozen=True)
@@ -298,14 +257,10 @@ def _measure_noise(
             noise.zero_()
     else:
         errors = noise = errors_at_once()
-        if not errors.max() < _LARGEST_ROUNDING / 4:  # `tolerance` is 4 times as large
-            noise = batch_errors(model, adapter, ids).cpu()
-            of_prefill = _prefill_errors(model, adapter, ids[-1:])
-            if adapter.has_state:  # scans and steps sum in another order
-                of_prefill = _unless_gross(of_prefill)
-            elif of_prefill.max() >= _LARGEST_ROUNDING / 4:
-                of_prefill = of_prefill[:0]
-            noise = torch.cat([noise, of_prefill.cpu()])
+        if not errors.max() < LARGEST_ROUNDING / 4:  # `tolerance` is 4 times as large
+            from lookahead.passes import shapes
+
+            noise = shapes.noise(model, adapter, ids)
     if adapter.has_state or not is_half(model.dtype):  # a state hands the error of a row on to the next ones
         noise = noise.max().repeat(len(every))
     for (plain, row), of_row in zip(every, noise, strict=True):
@@ -346,11 +301,6 @@ def tolerance_of(model: PreTrainedModel, noise: float = 0.0) -> float:
 def _rounds(model: PreTrainedModel) -> int:
     """How often a product is rounded: with quantized weights twice, before and after the scaling."""
     return 1 if all(map(is_plain, model.parameters())) else 2
-
-
-def _unless_gross(errors: torch.Tensor) -> torch.Tensor:
-    """Return errors between two plain passes, or none if they are gross, for example if the model ignores its cache."""
-    return errors if errors.median() < GROSS_ERROR else errors[:0]
 
 
 def _first_step(tokens: np.ndarray, can_branch: bool, b: int) -> tuple[Step, list[int]]:
@@ -403,18 +353,3 @@ def _plain_rows(
         caches.append(copy.deepcopy(cache if parent < 0 else caches[parent]))
         rows.append(plain_logits(model, adapter, torch.tensor([[token]], device="cpu"), caches[-1], length + depth)[0])
     return torch.cat(rows), caches
-
-
-def batch_errors(model: PreTrainedModel, adapter: ModelAdapter, ids: torch.Tensor) -> torch.Tensor:
-    """Errors of rows (`row_errors`) between one pass over the sequences ids [batch, n] and a pass over each alone."""
-    together = plain_logits(model, adapter, ids)
-    alone = torch.cat([plain_logits(model, adapter, line[None]) for line in ids])
-    return row_errors(together.flatten(0, 1), alone.flatten(0, 1))
-
-
-def _prefill_errors(model: PreTrainedModel, adapter: ModelAdapter, ids: torch.Tensor) -> torch.Tensor:
-    """Errors of rows (`row_errors`) between one pass over the tokens ids [1, n] and a pass over each alone."""
-    at_once = plain_logits(model, adapter, ids, DynamicCache(config=adapter.config))[0]
-    cache = DynamicCache(config=adapter.config)
-    single = [plain_logits(model, adapter, token[None, None], cache, i)[0] for i, token in enumerate(ids[0])]
-    return row_errors(at_once, torch.cat(single))

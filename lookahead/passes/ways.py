@@ -7,8 +7,7 @@ from functools import partial
 from transformers import PreTrainedModel
 
 from lookahead.compat import attention_implementation, looks_up_attention
-from lookahead.models.adapter import ModelAdapter, UnsupportedModelError, device_of
-from lookahead.models.cache import InPlaceLayer
+from lookahead.models.adapter import ModelAdapter, device_of
 from lookahead.models.layers import hides_in_cache_alone, read_config, why_no_branches
 from lookahead.models.state import state_of
 from lookahead.passes import capabilities, probe
@@ -64,21 +63,9 @@ def try_ways(model: PreTrainedModel, cpu_kernels: bool) -> ModelAdapter:
             capabilities.fused_runner(model, way, trials=trials)  # probed now, so that the first text need not wait
             return replace(way, given_up=tuple(given_up))
         given_up.append(f"{what}: {reason}")
-    implementation = attention_implementation(model.config)
-    if not probe.is_causal(model, adapter):
-        reason = "later tokens change the logits of earlier ones"
-        remedy = "Loading it with is_decoder=True may make its attention causal"
-    elif adapter.has_state:
-        remedy = f"Its layers {_state_layers(adapter)} keep a state"
-    else:
-        others = [repr(other) for other in ("sdpa", "eager") if other != implementation]
-        remedy = f"Loading it with attn_implementation={' or '.join(others)} may help"
-    if state.foreign:
-        remedy = f"It runs other code than transformers' ({state.foreign[0]})"
-    raise UnsupportedModelError(
-        f"{name} cannot be decoded by lookahead: {reason} (attn_implementation={implementation!r}). {remedy}; its own "
-        "generate() still works."
-    )
+    from lookahead.passes.refusal import refusal  # other models can be decoded
+
+    raise refusal(model, adapter, reason)
 
 
 def _looks_up_sdpa(model: PreTrainedModel) -> bool:
@@ -87,13 +74,3 @@ def _looks_up_sdpa(model: PreTrainedModel) -> bool:
     has_sdpa = any(attention_implementation(config) == "sdpa" for config in configs)
     looks_up = looks_up_attention(model) or "ALL_ATTENTION_FUNCTIONS" in state_of(model).names
     return looks_up and has_sdpa
-
-
-def _state_layers(adapter: ModelAdapter) -> str:
-    """Name the layers that keep a state: indices, type and class."""
-    types = getattr(adapter.config, "layer_types", None) or [adapter.config.model_type] * 2**10
-    kinds: dict[str, list[str]] = {}
-    for index, layer in enumerate(adapter.make_cache().layers):
-        if not isinstance(layer, InPlaceLayer):
-            kinds.setdefault(f"{types[index]}, {type(layer).__name__}", []).append(str(index))
-    return "; ".join(f"{', '.join(indices)} ({kind})" for kind, indices in kinds.items())

@@ -22,7 +22,7 @@ from zoo import tiny_model
 
 import lookahead
 from lookahead import UnsupportedModelError, compat, wrapping
-from lookahead.compat import copies, mtp, operators, quantized, versions
+from lookahead.compat import copies, loops, mtp, operators, quantized, versions
 from lookahead.compat.stop_strings import tokens_that_end_stop_strings
 
 CONSTRAINTS = Path(__file__).parents[2] / "constraints.txt"
@@ -75,7 +75,7 @@ def test_loops(name):
 
 
 def test_generate_calls_its_loop_by_name(model, monkeypatch):
-    assert compat.sampling_loop(model) is type(model)._sample
+    assert loops.sampling_loop(model) is type(model)._sample
     assert "generation" in seen_in_loop(model, monkeypatch), moved(
         "the call of GenerationMixin._sample", "transformers"
     )

@@ -113,12 +113,3 @@ def page_of(model: object) -> Page:
     from lookahead.models.families import around  # models with a page of their own do not need it
 
     return around.page_of(model)
-
-
-def has_page(model: object) -> bool:
-    """Whether there is a page for this model."""
-    try:
-        page_of(model)
-    except UnknownModelError:
-        return False
-    return True
