@@ -3,66 +3,49 @@
 import re
 from importlib import import_module
 
-from lookahead.models.families.page import Page, UnknownModelError
+from lookahead.models.families.page import Page
+from lookahead.models.families.page import UnknownModelError as UnknownModelError
 
+SUFFIX = re.compile("ForCausalLM$|LMHeadModel$|Decoder$|ForConditionalGeneration$")
 HOMES: dict[str, str] = {
-    name: module
+    name if SUFFIX.search(name) else f"{name}ForCausalLM": module
     for module, names in {
-        "llama": "LlamaForCausalLM",
-        "mistral": (
-            "MistralForCausalLM MinistralForCausalLM Ministral3ForCausalLM CwmForCausalLM SeedOssForCausalLM "
-            "SmolLM3ForCausalLM Emu3ForCausalLM"
-        ),
-        "qwen": "Qwen2ForCausalLM Qwen3ForCausalLM",
-        "phi3": "Phi3ForCausalLM Phi4MultimodalForCausalLM",
-        "granite": "GraniteForCausalLM HyperCLOVAXForCausalLM",
-        "olmo": "OlmoForCausalLM Olmo2ForCausalLM Olmo3ForCausalLM",
-        "exaone": "Exaone4ForCausalLM",
-        "gemma": "GemmaForCausalLM Gemma2ForCausalLM Gemma3ForCausalLM VaultGemmaForCausalLM",
-        "gemma3n": "Gemma3nForCausalLM",
-        "gemma4": "Gemma4ForCausalLM Gemma4UnifiedForCausalLM",
-        "glm": "GlmForCausalLM Glm4ForCausalLM Ernie4_5ForCausalLM HeliumForCausalLM",
-        "cohere": "CohereForCausalLM Cohere2ForCausalLM Cohere2MoeForCausalLM CohereCompassForCausalLM",
-        "nemotron": "ArceeForCausalLM NemotronForCausalLM Jais2ForCausalLM",
-        "hunyuan": "HunYuanDenseV1ForCausalLM HunYuanMoEV1ForCausalLM",
-        "phi": "PhiForCausalLM StableLmForCausalLM Starcoder2ForCausalLM",
-        "opt": "OPTForCausalLM",
-        "biogpt": "BioGptForCausalLM XGLMForCausalLM",
-        "gpt2": "GPT2LMHeadModel GPTBigCodeForCausalLM",
-        "gpt_neox": "GPTNeoXForCausalLM GPTNeoXJapaneseForCausalLM PersimmonForCausalLM",
-        "falcon": "FalconForCausalLM",
-        "alibi": "BloomForCausalLM MptForCausalLM",
-        "mixtral": (
-            "MixtralForCausalLM PhimoeForCausalLM MellumForCausalLM Qwen2MoeForCausalLM Qwen3MoeForCausalLM "
-            "OlmoeForCausalLM FlexOlmoForCausalLM GraniteMoeForCausalLM GraniteMoeSharedForCausalLM "
-            "AriaTextForCausalLM"
-        ),
-        "corrected": (
-            "Glm4MoeForCausalLM SolarOpenForCausalLM Dots1ForCausalLM ExaoneMoeForCausalLM HYV3ForCausalLM "
-            "MiniMaxM2ForCausalLM Ernie4_5_MoeForCausalLM Kolibri1ForCausalLM"
-        ),
-        "gpt_oss": (
-            "GptOssForCausalLM GraniteSWAForCausalLM GraniteMoeSWAForCausalLM FlintForCausalLM MiMoV2FlashForCausalLM"
-        ),
-        "deepseek": (
-            "DeepseekV2ForCausalLM DeepseekV3ForCausalLM Glm4MoeLiteForCausalLM AXK1ForCausalLM "
-            "YoutuForCausalLM MiniCPM3ForCausalLM"
-        ),
-        "longcat": "LongcatFlashForCausalLM",
-        "gptj": "GPTJForCausalLM CodeGenForCausalLM",
-        "nanochat": "NanoChatForCausalLM",
-        "apertus": "ApertusForCausalLM Apertus1p5TextForCausalLM",
+        "llama": "Llama",
+        "mistral": "Mistral Ministral Ministral3 Cwm SeedOss SmolLM3 Emu3",
+        "qwen": "Qwen2 Qwen3",
+        "phi3": "Phi3 Phi4Multimodal",
+        "granite": "Granite HyperCLOVAX",
+        "olmo": "Olmo Olmo2 Olmo3",
+        "exaone": "Exaone4",
+        "gemma": "Gemma Gemma2 Gemma3 VaultGemma",
+        "gemma3n": "Gemma3n",
+        "gemma4": "Gemma4 Gemma4Unified",
+        "glm": "Glm Glm4 Ernie4_5 Helium",
+        "cohere": "Cohere Cohere2 Cohere2Moe CohereCompass",
+        "nemotron": "Arcee Nemotron Jais2",
+        "hunyuan": "HunYuanDenseV1 HunYuanMoEV1",
+        "phi": "Phi StableLm Starcoder2",
+        "opt": "OPT",
+        "biogpt": "BioGpt XGLM",
+        "gpt2": "GPT2LMHeadModel GPTBigCode",
+        "gpt_neox": "GPTNeoX GPTNeoXJapanese Persimmon",
+        "falcon": "Falcon",
+        "alibi": "Bloom Mpt",
+        "mixtral": "Mixtral Phimoe Mellum Qwen2Moe Qwen3Moe Olmoe FlexOlmo GraniteMoe GraniteMoeShared AriaText",
+        "corrected": "Glm4Moe SolarOpen Dots1 ExaoneMoe HYV3 MiniMaxM2 Ernie4_5_Moe Kolibri1",
+        "gpt_oss": "GptOss GraniteSWA GraniteMoeSWA Flint MiMoV2Flash",
+        "deepseek": "DeepseekV2 DeepseekV3 Glm4MoeLite AXK1 Youtu MiniCPM3",
+        "longcat": "LongcatFlash",
+        "gptj": "GPTJ CodeGen",
+        "nanochat": "NanoChat",
+        "apertus": "Apertus Apertus1p5Text",
         "bert": (
-            "BertLMHeadModel BertGenerationDecoder ErnieForCausalLM ElectraForCausalLM RobertaForCausalLM "
-            "CamembertForCausalLM XLMRobertaForCausalLM Data2VecTextForCausalLM RobertaPreLayerNormForCausalLM "
-            "XLMRobertaXLForCausalLM"
+            "BertLMHeadModel BertGenerationDecoder Ernie Electra Roberta Camembert XLMRoberta Data2VecText "
+            "RobertaPreLayerNorm XLMRobertaXL"
         ),
-        "berts": (
-            "MegatronBertForCausalLM RemBertForCausalLM BigBirdForCausalLM RoCBertForCausalLM XmodForCausalLM "
-            "GitForCausalLM"
-        ),
+        "berts": "MegatronBert RemBert BigBird RoCBert Xmod Git",
         "modernbert": "ModernBertDecoderForCausalLM",
-        "bitnet": "BitNetForCausalLM",
+        "bitnet": "BitNet",
         "ctrl": "CTRLLMHeadModel",
         "qwen_vl": (
             "Qwen2VLForConditionalGeneration Qwen2_5_VLForConditionalGeneration Qwen3VLForConditionalGeneration "
@@ -71,21 +54,17 @@ HOMES: dict[str, str] = {
         ),
         "glm_vl": "Glm4vForConditionalGeneration Glm4vMoeForConditionalGeneration GlmOcrForConditionalGeneration",
         "ernie_vl": "Ernie4_5_VLMoeForConditionalGeneration PaddleOCRVLForConditionalGeneration",
-        "llama4": "Llama4ForCausalLM",
-        "dbrx": "DbrxForCausalLM",
-        "laguna": "LagunaForCausalLM",
-        "afmoe": "AfmoeForCausalLM",
-        "beam": "BeamForCausalLM",
-        "lfm2": "Lfm2ForCausalLM Lfm2MoeForCausalLM Lfm3ForCausalLM",
-        "gated_delta": (
-            "Qwen3_5ForCausalLM Qwen3_5MoeForCausalLM Qwen3NextForCausalLM LaraMiniForCausalLM OlmoHybridForCausalLM"
-        ),
-        "mamba2": (
-            "Mamba2ForCausalLM BambaForCausalLM GraniteMoeHybridForCausalLM FalconH1ForCausalLM NemotronHForCausalLM"
-        ),
-        "zamba": "Zamba2ForCausalLM",
-        "kimi_linear": "KimiLinearForCausalLM BailingHybridForCausalLM",
-        "hrm": "HrmTextForCausalLM",
+        "llama4": "Llama4",
+        "dbrx": "Dbrx",
+        "laguna": "Laguna",
+        "afmoe": "Afmoe",
+        "beam": "Beam",
+        "lfm2": "Lfm2 Lfm2Moe Lfm3",
+        "gated_delta": "Qwen3_5 Qwen3_5Moe Qwen3Next LaraMini OlmoHybrid",
+        "mamba2": "Mamba2 Bamba GraniteMoeHybrid FalconH1 NemotronH",
+        "zamba": "Zamba2",
+        "kimi_linear": "KimiLinear BailingHybrid",
+        "hrm": "HrmText",
         "with_images": (
             "Gemma3ForConditionalGeneration Gemma3nForConditionalGeneration Gemma4ForConditionalGeneration "
             "Gemma4UnifiedForConditionalGeneration"
@@ -93,8 +72,8 @@ HOMES: dict[str, str] = {
     }.items()
     for name in names.split()
 }
-"""The module of the page for each class of transformers. It is imported for a model of that class."""
-SUFFIX = re.compile("ForCausalLM$|LMHeadModel$|Decoder$|ForConditionalGeneration$")
+"""The module of the page for each class of transformers, which ends in ForCausalLM if the table names no other end. It
+is imported for a model of that class."""
 
 
 def page_for(name: str) -> type[Page]:
