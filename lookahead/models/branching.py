@@ -19,7 +19,7 @@ from lookahead.compat import replaces_forward
 from lookahead.compat.copies import copy_of_module
 from lookahead.models import biases, recurrence
 from lookahead.models.state import state_of
-from lookahead.models.users_code import PASS_ON
+from lookahead.models.users_code import PASS_ON, package_of
 
 _OURS: dict[str, Callable] = {
     "causal_conv1d_fn": recurrence.convolve,
@@ -39,7 +39,7 @@ _CHANGES = {
 def why_not(model: PreTrainedModel) -> str | None:
     """Why layers with a state, or with biases, cannot compute branches; None if they can."""
     state = state_of(model)
-    foreign = next((foreign for foreign in state.foreign if foreign.package not in PASS_ON), None)
+    foreign = next((foreign for foreign in state.foreign if package_of(foreign) not in PASS_ON), None)
     if foreign is not None:
         return str(foreign)
     if state.is_compiled:

@@ -28,8 +28,6 @@ OF_LOOP = (
     "_has_unfinished_sequences", "_optimize_model_for_decode",
 )  # fmt: skip
 """Methods of the loop of `generate()`."""
-PREPARES = "_prefill", "prepare_inputs_for_generation", "_update_model_kwargs_for_generation"
-"""Those of them that choose what a pass is given, and nothing else."""
 # Names of what is called without being named: of a module, and of tensors by operators.
 _CALLED = (
     *OF_LOOP,
@@ -60,23 +58,6 @@ class Foreign(NamedTuple):
             return f"{self.place} is {getattr(self.found, '__qualname__', code.co_name)} of {code.co_filename}"
         name = getattr(self.found, "__qualname__", type(self.found).__qualname__)
         return f"{self.place} is {name} of {getattr(self.found, '__module__', None) or type(self.found).__module__}"
-
-    @property
-    def name(self) -> str:
-        """The name that it is called by."""
-        return self.place.split(" ")[0].rsplit(".", 1)[-1]
-
-    @property
-    def is_of_object(self) -> bool:
-        """Whether it was set on a module, and not on its class."""
-        return " of a " in self.place
-
-    @property
-    def package(self) -> str:
-        """The package that it comes from."""
-        space = getattr(function_of(self.found), "__globals__", {})
-        name = space.get("__name__") or getattr(self.found, "__module__", None) or type(self.found).__module__
-        return str(name).split(".")[0]
 
 
 def function_of(found: Any) -> Any:

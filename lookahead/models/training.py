@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from lookahead.compat import global_hooks_of_users, hooks_of_users
 from lookahead.models.origin import Foreign, is_defined
 from lookahead.models.state import State
+from lookahead.models.users_code import package_of
 
 _OF_LORA = "peft.tuners.lora.layer", "peft.tuners.tuners_utils"  # of its layers that are in place of torch's
 
@@ -58,6 +59,6 @@ def _drops_at_most(found: Foreign | type) -> bool:
 
     This is true of PEFT's layers for LoRA, and of accelerate's forwards for autocast and offloading.
     """
-    is_of_peft, cls = (True, found) if isinstance(found, type) else (found.package == "peft", found.cls)
+    is_of_peft, cls = (True, found) if isinstance(found, type) else (package_of(found) == "peft", found.cls)
     is_of_lora = is_of_peft and cls is not None and cls.__module__ in _OF_LORA
-    return is_of_lora or (isinstance(found, Foreign) and found.package == "accelerate")
+    return is_of_lora or (isinstance(found, Foreign) and package_of(found) == "accelerate")

@@ -12,15 +12,29 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from lookahead.models.origin import OF_LOOP, PREPARES, Foreign, enclosed, function_of, is_defined, is_own
+from lookahead.models.origin import OF_LOOP, Foreign, enclosed, function_of, is_defined, is_own
 
 PASS_ON = ("accelerate", "bitsandbytes", "peft", "torchao")
 """Packages that wrap modules, and pass masks and positions on to them unchanged."""
+PREPARES = "_prefill", "prepare_inputs_for_generation", "_update_model_kwargs_for_generation"
+"""Those of `OF_LOOP` that choose what a pass is given, and nothing else."""
 # Functions of a module that get only the tokens of a pass, and those of torch that get keys or scores.
 _OF_ROWS = {"apply_rotary_pos_emb", "rotate_half", "clip_qkv"}
 _OF_KEYS = {"scaled_dot_product_attention", "softmax", "matmul", "bmm", "baddbmm", "einsum", "cat"}
 _MOST_FLAGS, _MOST_HELD = 256, 16  # values that are checked, in all and in one container
 _NO_FLAGS = nn.Module, torch.Tensor, PreTrainedConfig, ModuleType, BuiltinFunctionType
+
+
+def name_of(foreign: Foreign) -> str:
+    """The name that foreign code is called by."""
+    return foreign.place.split(" ")[0].rsplit(".", 1)[-1]
+
+
+def package_of(foreign: Foreign) -> str:
+    """The package that foreign code comes from."""
+    space = getattr(function_of(foreign.found), "__globals__", {})
+    name = space.get("__name__") or getattr(foreign.found, "__module__", None) or type(foreign.found).__module__
+    return str(name).split(".")[0]
 
 
 class UsersCode:
@@ -34,12 +48,12 @@ class UsersCode:
         """Values that it may depend on."""
         hand_on = {base for module in modules if _takes_masks(module) for base in type(module).__mro__}
         self.seeing_masks = [
-            one for one in foreign if one.package not in PASS_ON and (one.cls is None or one.cls in hand_on)
+            one for one in foreign if package_of(one) not in PASS_ON and (one.cls is None or one.cls in hand_on)
         ]
         """Foreign code that gets masks."""
-        self.may_go_by_place = bool(hooks) or any(one.package not in PASS_ON for one in foreign)
+        self.may_go_by_place = bool(hooks) or any(package_of(one) not in PASS_ON for one in foreign)
         """Whether some of it may treat a row by its place in the pass."""
-        self.prepares = next((str(one) for one in foreign if one.name in PREPARES), None)
+        self.prepares = next((str(one) for one in foreign if name_of(one) in PREPARES), None)
         """Code that chooses what the passes of generate() are given, in a model of users; None if there is none."""
 
     def is_current(self) -> bool:
@@ -48,7 +62,7 @@ class UsersCode:
 
     def why_no_trees(self) -> str | None:
         """Why the model must make its own masks; None if it need not."""
-        return next((str(foreign) for foreign in self._foreign if "mask" in foreign.name), None)
+        return next((str(foreign) for foreign in self._foreign if "mask" in name_of(foreign)), None)
 
     def why_no_kernels(self) -> str | None:
         """Why linear layers are not those of torch; None if they are."""
@@ -60,9 +74,10 @@ class UsersCode:
         for foreign in self._foreign:
             bases = foreign.cls.__mro__ if foreign.cls else ()
             is_of_transformers = any(base.__module__.startswith("transformers.models.") for base in bases)
+            is_of_object = " of a " in foreign.place  # it was set on a module, and not on its class
+            name = name_of(foreign)
             # What a model of users gives its passes is tried (`conditions.loop_gives_usual_inputs`).
-            is_tried = foreign.name in PREPARES and not (is_of_transformers or foreign.is_of_object)
-            of_loop = foreign.name in OF_LOOP and not is_tried
+            of_loop = name in OF_LOOP and (name not in PREPARES or is_of_transformers or is_of_object)
             if of_loop or foreign.place.startswith(("transformers.cache_utils.", "transformers.generation.")):
                 return f"a model whose cache or loop was replaced ({foreign})"
         return next(
@@ -80,7 +95,7 @@ class UsersCode:
         It may change its behaviour at some number of keys, which passes over several tokens reach sooner.
         """
         own = self._own
-        name = foreign.name
+        name = name_of(foreign)
         if foreign.place.startswith("torch."):
             return name in _OF_KEYS
         if not (is_defined(own) or foreign.place.startswith("transformers.")) or isinstance(foreign.found, type):
