@@ -2,10 +2,8 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, SupportsIndex
 
-import torch
 from transformers import GenerationMixin, PreTrainedModel
 
 from lookahead.compat import is_compiled_wrapper
@@ -41,22 +39,10 @@ class LookaheadMixin:
             engine.decode_plainly(self, "beam search")
         return _own_method(self, "_beam_search")(self, *args, **kwargs)
 
-    def _assisted_decoding(
-        self: Any, input_ids: torch.Tensor, *, assistant_model: PreTrainedModel | None = None, **kwargs: Any
-    ) -> Any:
-        """Decode by lookahead, with the assistant model as one more source of guesses."""
-        from lookahead.engine.assisted import ASSISTED_ARGUMENTS, why_no_draft_model  # other calls need neither
+    def _assisted_decoding(self: Any, *args: Any, **kwargs: Any) -> Any:
+        from lookahead.engine.assisted import run  # other calls have no assistant model
 
-        own = {name: kwargs.pop(name) for name in ASSISTED_ARGUMENTS if name in kwargs}
-        plain = partial(_own_method(self, "_assisted_decoding"), assistant_model=assistant_model, **own)
-        engine = _engine(self)
-        if engine is None:
-            return plain(self, input_ids, **kwargs)
-        reason = why_no_draft_model(assistant_model, kwargs["generation_config"], own, engine.config)
-        if reason is not None:
-            engine.decode_plainly(self, reason)
-            return plain(self, input_ids, **kwargs)
-        return loop.run(engine, plain, self, input_ids, draft_model=assistant_model, **kwargs)
+        return run(_engine(self), _own_method(self, "_assisted_decoding"), self, *args, **kwargs)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple:
         reduced: tuple = super().__reduce_ex__(protocol)  # type: ignore[assignment]  # no name

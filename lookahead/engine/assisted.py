@@ -1,8 +1,16 @@
 """Calls of generate() with an assistant model, which becomes one more source of guesses."""
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
 from transformers import GenerationConfig, PreTrainedModel
+from transformers.utils import ModelOutput
 
 from lookahead.config import LookaheadConfig
+from lookahead.engine import loop
+from lookahead.engine.engine import Lookahead
 from lookahead.models.adapter import UnsupportedModelError
 from lookahead.sources.draft import DraftModelSource
 from lookahead.vocabulary import vocabulary_fingerprint
@@ -14,6 +22,30 @@ ASSISTED_ARGUMENTS = ("inputs_tensor", "tokenizer", "assistant_tokenizer")
 OTHER_ASSISTANCE = (
     "assistant_early_exit", "assistant_ensemble_weight", "prompt_lookup_num_tokens", "speculation_type", "use_mtp",
 )  # fmt: skip
+
+
+def run(
+    engine: Lookahead | None,
+    own: Callable,
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    *,
+    assistant_model: PreTrainedModel | None = None,
+    **kwargs: Any,
+) -> torch.Tensor | ModelOutput:
+    """Decode by lookahead, or by ``own``, the model's own method, with one warning. engine: None: the model has none.
+
+    Arguments as for `loop.run`.
+    """
+    arguments = {name: kwargs.pop(name) for name in ASSISTED_ARGUMENTS if name in kwargs}
+    plain = partial(own, assistant_model=assistant_model, **arguments)
+    if engine is None:
+        return plain(model, input_ids, **kwargs)
+    reason = why_no_draft_model(assistant_model, kwargs["generation_config"], arguments, engine.config)
+    if reason is not None:
+        engine.decode_plainly(model, reason)
+        return plain(model, input_ids, **kwargs)
+    return loop.run(engine, plain, model, input_ids, draft_model=assistant_model, **kwargs)
 
 
 def why_no_draft_model(
