@@ -33,13 +33,13 @@ LANES = 8  # of a digest: digest::LANES
 def pack(linear: Linear, dtype: torch.dtype, known: Linear | None = None, indexes: bool = True) -> Linear:
     """The same layer with the fewest bits that give exactly the same products; the layer itself if it has them.
 
-    dtype: of the layer's input. known: an earlier packed layer, which is returned if it still matches this layer, as
-    its digest shows. It is never written to, because calls in other threads may read it. indexes: whether bf16 may be
-    packed in 12 bits, and transposed weights copied. Float32 becomes 4-bit codes if it was unpacked from GGUF's Q4_0,
-    Q4_1 or Q4_K, and int8 if it was unpacked from a format without offsets (Q8_0, Q6_K, Q5_0, Q3_K). Int8 by groups
-    becomes codes if it is int4. float32 and bf16 become MXFP4 blocks (OCP Microscaling Formats 1.0) if all weights are
-    such numbers, also if they are transposed. Other bf16 is packed in 12 bits, and so is float32 if all weights are
-    bf16 numbers. Other transposed weights are laid out in rows.
+    dtype: of the layer's input. known: packed of a layer of the same form, which is returned if it still matches this
+    layer, as its digest shows. It is never written to, because calls in other threads may read it. indexes: whether
+    bf16 may be packed in 12 bits, and transposed weights copied. Float32 becomes 4-bit codes if it was unpacked from
+    GGUF's Q4_0, Q4_1 or Q4_K, and int8 if it was unpacked from a format without offsets (Q8_0, Q6_K, Q5_0, Q3_K). Int8
+    by groups becomes codes if it is int4. float32 and bf16 become MXFP4 blocks (OCP Microscaling Formats 1.0) if all
+    weights are such numbers, also if they are transposed. Other bf16 is packed in 12 bits, and so is float32 if all
+    weights are bf16 numbers. Other transposed weights are laid out in rows.
     """
     weight, scales = linear.weight, linear.scales
     is_transposed = linear.is_transposed(dtype)
@@ -58,7 +58,7 @@ def pack(linear: Linear, dtype: torch.dtype, known: Linear | None = None, indexe
     if not ways:
         return linear
     digest = digest_of(linear)  # before it is read, so that what changes meanwhile is seen later
-    if known is not None and known.digest == digest and _may_hold(known, linear, dtype, indexes):
+    if known is not None and known.digest == digest:
         return made_of(linear, known.weight, known.format, known.scales, known.offsets)._replace(digest=digest)
     return next((found._replace(digest=digest) for way in ways if (found := way())), linear)
 
@@ -131,26 +131,6 @@ def made_of(
     """A layer with the bias of this one, and with what was found of its weight."""
     unpacked = linear.weight if found == Format.INDEXED else None
     return Linear(weight, scales, linear.bias, offsets, unpacked, linear, None, found)
-
-
-def _may_hold(known: Linear, linear: Linear, dtype: torch.dtype, indexes: bool) -> bool:
-    """Whether what was found before has the form that could be found of this layer."""
-    outputs, inputs = linear.weight.shape
-    if known.format == Format.MXFP4:
-        return linear.format == Format.FLOATS and known.weight.shape == _shape_of_mxfp4(outputs, inputs)
-    if linear.is_transposed(dtype):
-        return indexes and known.weight.dtype == dtype and known.weight.shape == linear.weight.shape
-    if known.scales is None:
-        may_index = linear.scales is None and indexes and can_index(dtype) and inputs % INDEXED == 0
-        return may_index and known.weight.shape == _shape_of_indexed(outputs, inputs)
-    in_codes = known.format == Format.CODES
-    if linear.scales is not None:
-        groups = [linear.scales.shape] if in_codes and linear.scales.ndim == 2 else []
-    else:
-        sizes = (GROUP,) if in_codes else SIZES_OF_BYTES
-        groups = [torch.Size((outputs, inputs // size)) for size in sizes if dtype == torch.float32]
-    width = inputs // 2 if in_codes else inputs
-    return inputs % GROUP == 0 and known.weight.shape == (outputs, width) and known.scales.shape in groups
 
 
 def _shape_of_indexed(outputs: int, inputs: int) -> tuple[int, int]:

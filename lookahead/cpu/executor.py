@@ -6,7 +6,7 @@ computes all of them, and its threads wait at a spinning barrier. Weights are re
 """
 
 import ctypes
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Hashable, Iterable, Mapping, Sequence
 from functools import cache, partial
 from itertools import accumulate, count
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -77,11 +77,12 @@ def serves(program: Program) -> bool:
     return all(operation.within_limits(_described().limits) for operation in program.operations)
 
 
-def pack(program: Program, known: dict[int, Linear], indexes: bool) -> Program:
+def pack(program: Program, known: dict[int, tuple[Hashable, Linear]], indexes: bool) -> Program:
     """The same program with packed weights, if these give exactly the same products (`blocks.pack`).
 
-    known: layers packed in earlier calls, by number; linear layers that read the same memory share a number. If
-    weights have changed since, a new copy replaces the old one, which calls in other threads continue to read.
+    known: layers packed in earlier calls, by number, each behind the form of what it was packed of; linear layers that
+    read the same memory share a number. If weights have changed since, a new copy replaces the old one, which calls in
+    other threads continue to read.
     indexes: whether bf16 may be packed in 12 bits.
     """
     memory, dtype, places = HugePages(), program.dtype, count()
@@ -92,12 +93,16 @@ def pack(program: Program, known: dict[int, Linear], indexes: bool) -> Program:
 
     def smaller(linear: Linear) -> Linear:
         place = place_of.setdefault(_memory_of(linear), next(places))
-        found = blocks.pack(linear, dtype, before := known.get(place), indexes)
+        form = dtype, indexes, linear.format, *map(_form_of, (linear.weight, linear.scales))
+        known_form, before = known.get(place, (None, None))
+        if known_form != form:
+            before = None
+        found = blocks.pack(linear, dtype, before, indexes)
         if found is not linear:
             if before is None or found.weight is not before.weight:
                 weight, scales, _, offsets, *_ = found
                 found = found._replace(weight=memory.copy(weight), scales=copied(scales), offsets=copied(offsets))
-            known[place] = found._replace(bias=None, unpacked=None, origin=None)  # none of the model's tensors
+            known[place] = form, found._replace(bias=None, unpacked=None, origin=None)  # none of the model's tensors
         else:
             known.pop(place, None)
         return found
@@ -109,6 +114,10 @@ def _memory_of(linear: Linear) -> tuple:
     """The addresses of its weight and scales."""
     weight = linear.weight
     return weight.data_ptr(), weight.shape, weight.stride(), pointer(linear.scales)
+
+
+def _form_of(tensor: torch.Tensor | None) -> Hashable:
+    return None if tensor is None else (tensor.dtype, tensor.shape, tensor.stride())
 
 
 def weight_bytes(program: Program) -> int:

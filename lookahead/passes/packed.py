@@ -6,6 +6,7 @@ checked against the weights.
 
 import os
 import threading
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 from weakref import WeakSet, ref
@@ -104,14 +105,14 @@ class PackedModel:
         """Lock that a thread holds during a pass, because two passes at once would compete for cores."""
         self.bytes_in_blocks = 0
         """Bytes of the weights that are read directly from the blocks of a GGUF file."""
-        self._copies: dict[int, Linear] = {}
+        self._copies: dict[int, tuple[Hashable, Linear]] = {}
         self._waiting: ReadyProgram | None = None
         self._in_use: ref[ReadyProgram] | None = None  # running calls hold it
 
     @property
     def copied_bytes(self) -> int:
         """Bytes of the copies."""
-        return sum([tensor.nbytes for linear in self._copies.values() for tensor in linear.tensors()])
+        return sum([tensor.nbytes for _, linear in self._copies.values() for tensor in linear.tensors()])
 
     def drop_copies(self) -> None:
         self._copies = {}
