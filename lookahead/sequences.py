@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -20,6 +21,7 @@ from lookahead.guessing.combine import Ledger
 from lookahead.guessing.source import GuessSource
 from lookahead.passes.runner import Output, Pass
 from lookahead.passes.sharing import run_together
+from lookahead.stats import Stats
 from lookahead.wrapping import engine_of, own_loop
 
 __all__ = ["RecordingStreamer", "Sequences", "seeded"]
@@ -174,8 +176,8 @@ class Sequences:
         own = engine
         if sources:
             kind = tuple(map(type, sources))
-            own = engine.beside(sources, self._ledgers.get(kind))
-            self._ledgers[kind] = own.ledger
+            own = replace(engine, source=[*engine.sources, *sources], stats=Stats(), last=Stats(), _running=0)
+            own.ledger = self._ledgers.setdefault(kind, own.ledger)
 
         def plain(*args: Any, **given: Any) -> Any:
             with seeded(seed, model.device):

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from transformers import GenerationConfig, PreTrainedModel
@@ -151,15 +151,6 @@ class Lookahead:
             if len(self.ledger.trials) == len(self.sources):
                 self.ledger.enter(source, trials)
         return [*self.sources, source]
-
-    def beside(self, sources: Sequence[GuessSource], ledger: Ledger | None = None) -> "Lookahead":
-        """Return an engine for calls with more sources of guesses. It has its own statistics.
-
-        ledger: of an earlier engine of this kind, to continue.
-        """
-        engine = replace(self, source=[*self.sources, *sources], stats=Stats(), last=Stats(), _running=0)
-        engine.ledger = ledger or engine.ledger
-        return engine
 
     @property
     def needs(self) -> Needs:
