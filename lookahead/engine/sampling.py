@@ -224,6 +224,8 @@ def walk(
     tokens: list[list[int]] = []
     for rule in rules:
         start, count = len(paths), len(rule.live)
+        if not count:
+            continue
         mine, first = steps[start : start + count], output.first[start : start + count]
         if count == 1:
             walked = _walk_one(rule, mine[0], output, first[0])
