@@ -7,7 +7,6 @@ modules.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
@@ -16,22 +15,7 @@ import torch
 from lookahead.cpu.products import Format, Linear, is_plain_of
 
 if TYPE_CHECKING:
-    from lookahead.cpu.elementwise import Clip as Clip
-    from lookahead.cpu.elementwise import Scale as Scale
-    from lookahead.cpu.elementwise import Xielu as Xielu
-    from lookahead.cpu.experts import Experts as Experts
-    from lookahead.cpu.experts import Weigh as Weigh
-    from lookahead.cpu.heads import HeadProducts as HeadProducts
-    from lookahead.cpu.heads import Join as Join
-    from lookahead.cpu.heads import Select as Select
-    from lookahead.cpu.states import Convolve as Convolve
-    from lookahead.cpu.states import Delta as Delta
-    from lookahead.cpu.states import DeltaByKey as DeltaByKey
-    from lookahead.cpu.states import Scan as Scan
     from lookahead.cpu.states import StateShape
-    from lookahead.cpu.streams import Blend as Blend
-    from lookahead.cpu.streams import Cut as Cut
-    from lookahead.cpu.streams import Rescale as Rescale
 
 LANES = 16
 """Numbers of the longest vector."""
@@ -45,18 +29,6 @@ Bloom's form of it."""
 Part = tuple[Literal["outputs", "heads"], int] | None
 """How threads divide an operation: each computes some of this many outputs or heads. In operations with an equal Part,
 a thread has the same part. None: any thread may compute any part."""
-
-# The modules of other operations, which are loaded when an operation is used.
-_HOMES = {"Clip": "elementwise", "Scale": "elementwise", "Xielu": "elementwise",
-          "Experts": "experts", "Weigh": "experts", "HeadProducts": "heads", "Join": "heads", "Select": "heads",
-          "Convolve": "states", "Delta": "states", "DeltaByKey": "states", "Scan": "states",
-          "Blend": "streams", "Rescale": "streams", "Cut": "streams"}  # fmt: skip
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"lookahead.cpu.{_HOMES[name]}"), name)
 
 
 @dataclass(frozen=True, eq=False)

@@ -33,11 +33,6 @@ class Program:
     operations: Sequence[Operation]
 
     @property
-    def embedding(self) -> torch.Tensor:
-        """[vocabulary, hidden], or blocks of such rows."""
-        return self._embed.weight
-
-    @property
     def dtype(self) -> torch.dtype:
         return self._embed.dtype
 

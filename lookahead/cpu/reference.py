@@ -12,8 +12,13 @@ import torch
 from torch.nn import functional
 
 from lookahead.cpu import operations as op
+from lookahead.cpu.elementwise import Clip, Scale, Xielu
+from lookahead.cpu.experts import Experts, Weigh
+from lookahead.cpu.heads import HeadProducts, Join, Select
 from lookahead.cpu.products import Format, Linear
 from lookahead.cpu.program import Program
+from lookahead.cpu.states import Convolve, Delta, DeltaByKey, Scan
+from lookahead.cpu.streams import Blend, Cut, Rescale
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": functional.silu,
@@ -194,13 +199,13 @@ class Reference:
             self.values[out] = self.product(linear, self.values[products.x])
 
     @computed.register
-    def _(self, select: op.Select) -> torch.Tensor:
+    def _(self, select: Select) -> torch.Tensor:
         groups = self.heads(select.x, select.size).unflatten(1, (-1, select.group))
         taken = groups[:, :, select.first : select.first + select.taken]
         return taken.repeat_interleave(select.repeats, dim=2).flatten(1)
 
     @computed.register
-    def _(self, products: op.HeadProducts) -> torch.Tensor:
+    def _(self, products: HeadProducts) -> torch.Tensor:
         x = self.values[products.x].unflatten(-1, (products.heads, -1))
         of_heads = products.weight.to(self.wide).unflatten(0, (products.heads, -1))
         weight = of_heads[:, products.first : products.first + products.taken]
@@ -208,7 +213,7 @@ class Reference:
         return self.rounded(torch.einsum(equation, x, weight).flatten(1))
 
     @computed.register
-    def _(self, join: op.Join) -> torch.Tensor:
+    def _(self, join: Join) -> torch.Tensor:
         parts = [self.values[x].unflatten(-1, (join.heads, -1)) for x in (join.x, join.more)]
         return torch.cat(parts, dim=-1).flatten(1)
 
@@ -259,7 +264,7 @@ class Reference:
         return self.rounded((weights @ values).transpose(0, 1).flatten(1))
 
     @computed.register
-    def _(self, convolve: op.Convolve) -> torch.Tensor:
+    def _(self, convolve: Convolve) -> torch.Tensor:
         x, weight, width = self.values[convolve.x], convolve.weight.to(self.wide), convolve.x.width
         self.inputs.setdefault(convolve.layer, {})[convolve.first] = x
         held = self.states[convolve.layer].inputs[convolve.first : convolve.first + width].to(self.wide)
@@ -271,7 +276,7 @@ class Reference:
         return self.activated(self.rounded(sums, dtype), convolve.activation, dtype)
 
     @computed.register
-    def _(self, delta: op.Delta) -> torch.Tensor:
+    def _(self, delta: Delta) -> torch.Tensor:
         groups, states = delta.heads // delta.key_heads, list[torch.Tensor]()
         q, k = (self.heads(x, delta.size) for x in (delta.x, delta.keys))
         q, k = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k))
@@ -280,7 +285,7 @@ class Reference:
         biases = delta.biases.to(self.wide).unflatten(0, (delta.heads, -1))
         x = self.heads(delta.decays, delta.decay_size) + biases
         speeds = delta.log_speeds.to(self.wide).exp()[:, None]
-        if isinstance(delta, op.DeltaByKey):
+        if isinstance(delta, DeltaByKey):
             times = (1 + x.exp()).float().to(self.wide).log()
             logs = self.rounded(delta.limit * (speeds * x).sigmoid()) if delta.limit else -speeds * times
         else:
@@ -295,7 +300,7 @@ class Reference:
         return self.rounded((torch.stack(states) * q).sum(2).flatten(1))
 
     @computed.register
-    def _(self, scan: op.Scan) -> torch.Tensor:
+    def _(self, scan: Scan) -> torch.Tensor:
         groups, states, rounded = scan.heads // scan.key_heads, list[torch.Tensor](), self.rounded
         q, k = (self.heads(x, scan.size).repeat_interleave(groups, dim=1) for x in (scan.x, scan.keys))
         v = self.heads(scan.values, scan.value_size)
@@ -317,18 +322,18 @@ class Reference:
         return x if gate.by is None else self.rounded(x * self.values[gate.by])
 
     @computed.register
-    def _(self, clip: op.Clip) -> torch.Tensor:
+    def _(self, clip: Clip) -> torch.Tensor:
         return self.rounded(self.values[clip.x].clamp(-clip.limit, clip.limit))
 
     @computed.register
-    def _(self, xielu: op.Xielu) -> torch.Tensor:
+    def _(self, xielu: Xielu) -> torch.Tensor:
         x, rounded = self.values[xielu.x], self.rounded
         positive = rounded(rounded(xielu.positive * x) * x)
         negative = rounded(xielu.negative * rounded(rounded(x.clamp(max=xielu.least).expm1()) - x))
         return rounded(torch.where(x > 0, positive, negative) + rounded(xielu.beta * x))
 
     @computed.register
-    def _(self, experts: op.Experts) -> torch.Tensor:
+    def _(self, experts: Experts) -> torch.Tensor:
         routed, router = self.values[experts.routed or experts.x], experts.router
         if router is None:
             scores = self.product(experts.layers[0], routed).to(self.finest)
@@ -356,7 +361,7 @@ class Reference:
         return self.mixed(experts, chosen, self.rounded(weights) if experts.rounds_weights else weights)
 
     def chosen_in_turn(
-        self, experts: op.Experts, scores: torch.Tensor, stepped: Callable
+        self, experts: Experts, scores: torch.Tensor, stepped: Callable
     ) -> tuple[torch.Tensor, torch.Tensor]:
         left, chosen, weights = scores, list[torch.Tensor](), list[torch.Tensor]()
         for _ in range(experts.top_k):
@@ -368,7 +373,7 @@ class Reference:
             left = left.scatter(1, best, -math.inf)
         return torch.cat(chosen, 1), torch.cat(weights, 1)
 
-    def within(self, experts: op.Experts, both: torch.Tensor) -> torch.Tensor:
+    def within(self, experts: Experts, both: torch.Tensor) -> torch.Tensor:
         """What the last layer of an expert takes, from what those before it give."""
         if experts.limit:
             return self.clipped(both, experts.alpha, experts.limit)
@@ -377,7 +382,7 @@ class Reference:
         gate, up = both.chunk(2, dim=-1)
         return self.rounded(self.activated(gate, experts.activation) * up)
 
-    def mixed(self, experts: op.Experts, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def mixed(self, experts: Experts, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         x, of = self.values[experts.x], experts.experts
         out = torch.zeros_like(x)
         for expert in chosen.unique().tolist():
@@ -392,11 +397,11 @@ class Reference:
         return out
 
     @computed.register
-    def _(self, weigh: op.Weigh) -> torch.Tensor:
+    def _(self, weigh: Weigh) -> torch.Tensor:
         return self.rounded(self.rounded(self.values[weigh.by].sigmoid()) * self.values[weigh.x])
 
     @computed.register
-    def _(self, scale: op.Scale) -> torch.Tensor:
+    def _(self, scale: Scale) -> torch.Tensor:
         factor = scale.factor if scale.weight is None else scale.factor * scale.weight.to(self.wide)
         return self.rounded(factor * self.values[scale.x])
 
@@ -406,7 +411,7 @@ class Reference:
         return self.rounded(self.values[add.x] + (more if add.factor == 1 else self.rounded(more * add.factor)))
 
     @computed.register
-    def _(self, blend: op.Blend) -> torch.Tensor:
+    def _(self, blend: Blend) -> torch.Tensor:
         x, more = (self.values[value].unflatten(1, (-1, blend.size)) for value in (blend.x, blend.more))
         factors = x.new_zeros(len(x), x.shape[1] * more.shape[1])
         if blend.by is not None and blend.weight is not None:
@@ -417,14 +422,14 @@ class Reference:
         return self.rounded(x + sums).flatten(1)
 
     @computed.register
-    def _(self, rescale: op.Rescale) -> torch.Tensor:
+    def _(self, rescale: Rescale) -> torch.Tensor:
         x, rounded = self.values[rescale.x], self.rounded
         squares, squares_of_like = (rounded(rounded(y * y).mean(1, True)) for y in (x, self.values[rescale.like]))
         size = rounded(squares.clamp(min=rescale.limit).sqrt())
         return rounded(rounded(x * rounded(squares_of_like.sqrt())) / size)
 
     @computed.register
-    def _(self, cut: op.Cut) -> torch.Tensor:
+    def _(self, cut: Cut) -> torch.Tensor:
         x, rounded = self.values[cut.x], self.rounded
         deviation = rounded(x.to(self.finest).std(1, correction=0, keepdim=True))
         edge = rounded(rounded(x.mean(1, True)) + rounded(deviation * cut.factor))

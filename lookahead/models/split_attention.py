@@ -7,9 +7,7 @@ Single sequences have our own kernel (`tree_attention`). Without it, the two par
 their log-sum-exp, as in flash decoding. Query heads that share a key head are treated as further queries of it, so keys
 and values are never repeated. Anything but steps and prompts is left to transformers' "sdpa".
 
-On a GPU a step's time is that of its launches, and one call with a mask over all keys has fewer of them. A CUDA graph
-is launched once, and a step has too few queries to occupy a GPU. So there, columns are computed in parts, all at once
-(flash decoding: Dao et al. 2023, pytorch.org/blog/flash-decoding).
+On a GPU a step's time is that of its launches, and one call with a mask over all keys has fewer of them.
 """
 
 from typing import Any
@@ -23,8 +21,6 @@ from lookahead.decoding_pass import current_pass
 from lookahead.models.attention import sdpa
 
 SHORT_CONTEXT = 1024  # Cached keys. Up to this many, one part with a mask over all keys is quicker than two parts.
-PART = 256  # Columns; twice as many of a long context. With these, an H100 was quickest at 16 rows.
-LONG_CONTEXT = 2048
 MAX_QUERIES = 512  # Queries of a key head in a step, at most. Only a prefill has more.
 
 
@@ -68,7 +64,7 @@ def attend_grouped(
     grouped = query.reshape(len(query), key.shape[1], groups * new, query.shape[3])
     in_one = of_step and held <= SHORT_CONTEXT
     if mask is not None:
-        mask = _repeated_mask(mask, groups, held if in_one else 0, query.dtype)
+        mask = repeated_mask(mask, groups, held if in_one else 0, query.dtype)
     if of_step and not in_one:
         out = _joined(
             *flash_attention(grouped, key[:, :, :held], value[:, :, :held], None, scaling),
@@ -79,27 +75,12 @@ def attend_grouped(
     return out.reshape(query.shape).transpose(1, 2).contiguous()
 
 
-def attend_in_parts(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scaling: float | None
-) -> torch.Tensor:
-    """Compute the attention of a step of one sequence. Arguments and result are as for `attend`."""
-    heads, columns = key.shape[1:3]
-    groups, part = query.shape[1] // heads, PART if columns <= LONG_CONTEXT else 2 * PART
-    parts = columns // part if columns % part == 0 else 1
-    grouped = query.reshape(heads, 1, groups * query.shape[2], -1).expand(-1, parts, -1, -1)
-    keys, values = (states[0].unflatten(1, (parts, -1)) for states in (key, value))
-    repeated = _repeated_mask(mask, groups, 0, query.dtype)[0, 0].unflatten(1, (parts, -1)).transpose(0, 1)
-    out, log_sums = flash_attention(grouped, keys, values, repeated.expand(heads, -1, -1, -1), scaling)
-    out = (out * log_sums.softmax(1)[..., None]).sum(1).to(query.dtype)
-    return out.reshape(query.shape).transpose(1, 2).contiguous()
-
-
 def _kernel_serves(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> bool:
     decoding = current_pass()
     return decoding is not None and decoding.uses_kernels and tree_attention.serves(query, key, value, mask)
 
 
-def _repeated_mask(mask: torch.Tensor, groups: int, held: int, dtype: torch.dtype) -> torch.Tensor:
+def repeated_mask(mask: torch.Tensor, groups: int, held: int, dtype: torch.dtype) -> torch.Tensor:
     """Make the mask additive, in this dtype, for ``groups`` query heads, behind ``held`` keys that all of them see.
 
     The result is kept with the mask, because all layers of a type ask for the same.

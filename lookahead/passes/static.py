@@ -11,12 +11,18 @@ import torch
 from torch.nn import functional
 
 from lookahead.compat import is_plain
-from lookahead.compat.operators import grouped_products
+from lookahead.compat.operators import flash_attention, grouped_products
 from lookahead.cpu import operations as op
+from lookahead.cpu.elementwise import Clip, Scale, Xielu
+from lookahead.cpu.experts import Experts, Weigh
+from lookahead.cpu.heads import HeadProducts, Join, Select
 from lookahead.cpu.products import Format, Linear
 from lookahead.cpu.program import Program
 from lookahead.cpu.reference import Reference
-from lookahead.models.split_attention import attend_in_parts
+from lookahead.models.split_attention import repeated_mask
+
+PART = 256  # Columns; twice as many of a long context. With these, an H100 was quickest at 16 rows.
+LONG_CONTEXT = 2048
 
 
 class StaticPass(Reference):
@@ -26,8 +32,8 @@ class StaticPass(Reference):
     """
 
     serves: ClassVar[tuple[type[op.Operation], ...]] = (
-        op.Embed, op.Norm, op.Products, op.Select, op.HeadProducts, op.Join, op.Rotary, op.Append, op.Attend, op.Gate,
-        op.Clip, op.Xielu, op.Experts, op.Weigh, op.Scale, op.Add, op.Keep, op.Logits,
+        op.Embed, op.Norm, op.Products, Select, HeadProducts, Join, op.Rotary, op.Append, op.Attend, op.Gate,
+        Clip, Xielu, Experts, Weigh, Scale, op.Add, op.Keep, op.Logits,
     )  # fmt: skip
 
     def __init__(
@@ -93,7 +99,7 @@ class StaticPass(Reference):
             self.masks[id(hidden)] = mask.masked_fill_(hidden, least)[None, None]
         return self.masks[id(hidden)]
 
-    def mixed(self, experts: op.Experts, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def mixed(self, experts: Experts, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Each choice of a row is a row of its own here. They are sorted by expert, so that experts are read once."""
         order = chosen.flatten().argsort(stable=True)
         of_rows = chosen.flatten()[order]
@@ -115,6 +121,25 @@ class StaticPass(Reference):
         return by_choice.unflatten(0, (-1, experts.top_k)).sum(1)
 
 
+def attend_in_parts(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scaling: float | None
+) -> torch.Tensor:
+    """Compute the attention of a step of one sequence. Arguments and result are as for `attention.attend`.
+
+    A step has too few queries to occupy a GPU. So columns are computed in parts, all at once (flash decoding: Dao et
+    al. 2023, pytorch.org/blog/flash-decoding).
+    """
+    heads, columns = key.shape[1:3]
+    groups, part = query.shape[1] // heads, PART if columns <= LONG_CONTEXT else 2 * PART
+    parts = columns // part if columns % part == 0 else 1
+    grouped = query.reshape(heads, 1, groups * query.shape[2], -1).expand(-1, parts, -1, -1)
+    keys, values = (states[0].unflatten(1, (parts, -1)) for states in (key, value))
+    repeated = repeated_mask(mask, groups, 0, query.dtype)[0, 0].unflatten(1, (parts, -1)).transpose(0, 1)
+    out, log_sums = flash_attention(grouped, keys, values, repeated.expand(heads, -1, -1, -1), scaling)
+    out = (out * log_sums.softmax(1)[..., None]).sum(1).to(query.dtype)
+    return out.reshape(query.shape).transpose(1, 2).contiguous()
+
+
 def together(linears: tuple[Linear, ...]) -> torch.Tensor | None:
     """The weights of these layers as one tensor [layers, outputs, inputs], not a copy; None if they lie apart."""
     weights = [linear.weight for linear in linears]
@@ -130,12 +155,10 @@ def why_not(program: Program) -> str | None:
     """Say why `StaticPass` cannot run this program; None if it can."""
     for one in program.operations:
         has_biases = isinstance(one, op.Attend) and one.biases is not None
-        has_identities = isinstance(one, op.Experts) and one.identities > 0
+        has_identities = isinstance(one, Experts) and one.identities > 0
         if has_biases or has_identities or not isinstance(one, StaticPass.serves):
             return f"no graph computes its {type(one).__name__.lower()}"
-        if isinstance(one, op.Experts) and (
-            one.is_apart or None in map(together, (one.experts[::2], one.experts[1::2]))
-        ):
+        if isinstance(one, Experts) and (one.is_apart or None in map(together, (one.experts[::2], one.experts[1::2]))):
             return "the weights of its experts are not contiguous"
     if not all(one.shapes_fit() for one in program.operations):
         return "the shapes of its weights do not fit"

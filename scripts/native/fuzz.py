@@ -20,12 +20,16 @@ import torch
 
 from lookahead.cpu import blocks, choice, executor, gemm, native, products, top_k, tree_attention
 from lookahead.cpu import operations as op
+from lookahead.cpu.elementwise import Clip, Scale, Xielu
 from lookahead.cpu.executor import Executor, Rows
+from lookahead.cpu.experts import Experts, Weigh
+from lookahead.cpu.heads import HeadProducts, Join, Select
 from lookahead.cpu.operations import Value
 from lookahead.cpu.products import Format, Linear
 from lookahead.cpu.program import Program
 from lookahead.cpu.reference import ACTIVATIONS, Reference, State
-from lookahead.cpu.states import Places
+from lookahead.cpu.states import Convolve, Delta, DeltaByKey, Places, Scan
+from lookahead.cpu.streams import Blend, Cut, Rescale
 
 sys.path.append(str(Path(__file__).parents[1]))
 from gguf_blocks import Kind, random_blocks
@@ -221,12 +225,12 @@ class RandomProgram:
             (joined,) = self.products(x, self.key_heads * group * size)
             places = (0, group - 2), (group - 2, 1), (group - 1, 1)
             q, k, v = (
-                self.add(op.Select(joined, Value(taken * self.key_heads * size), size, group, first, taken))
+                self.add(Select(joined, Value(taken * self.key_heads * size), size, group, first, taken))
                 for first, taken in places
             )
         elif kind == "repeated" and self.key_heads > 1:
             q, k, v = self.products(x, widths[0], size, size)
-            k, v = (self.add(op.Select(part, Value(widths[1]), size, 1, 0, 1, self.key_heads)) for part in (k, v))
+            k, v = (self.add(Select(part, Value(widths[1]), size, 1, 0, 1, self.key_heads)) for part in (k, v))
         else:
             q, k, v = self.products(x, *widths, self.key_heads * value_size)
         if norms:
@@ -248,26 +252,26 @@ class RandomProgram:
         weight = self.numbers(heads * (width + value_size), latent)
         q, c, k = self.products(x, heads * (width + turned), latent, turned)
         group, name = width // turned + 1, self.rng.choice(["", "other"])
-        rest = self.add(op.Select(q, Value(heads * width), turned, group, 0, group - 1))
-        q = self.add(op.Select(q, Value(heads * turned), turned, group, group - 1))
+        rest = self.add(Select(q, Value(heads * width), turned, group, 0, group - 1))
+        q = self.add(Select(q, Value(heads * turned), turned, group, group - 1))
         separates = self.rng.random() < 0.5
         settings = turned, name, self.turns_once, separates or self.is_interleaved, separates
         q, k = (self.add(op.Rotary(part, Value(part.width), *settings)) for part in (q, k))
-        sought = self.add(op.HeadProducts(rest, Value(heads * latent), weight, heads, 0, True))
-        q = self.add(op.Join(sought, Value(sought.width + q.width), q, heads))
+        sought = self.add(HeadProducts(rest, Value(heads * latent), weight, heads, 0, True))
+        q = self.add(Join(sought, Value(sought.width + q.width), q, heads))
         layer, size = self.next_layer(), latent + turned
         self.operations.append(op.Append(self.norm(c, latent), k, layer, latent))
         self.shapes[layer] = latent, turned
         self.latents.add(layer)
         found = op.Attend(q, Value(heads * latent), layer, size, 1, size**-0.5, is_latent=True)
-        values = op.HeadProducts(self.add(found), Value(heads * value_size), weight, heads, width, False)
+        values = HeadProducts(self.add(found), Value(heads * value_size), weight, heads, width, False)
         return self.products(self.add(values), x.width)[0]
 
     def convolved(self, x: Value, layer: int, first: int = 0, taps: int = 3) -> Value:
         dtype, activation = self.either(), self.rng.choice(["identity", "silu", self.activation])
         weight = self.numbers(x.width, taps, dtype=dtype)
         bias = self.numbers(x.width, dtype=dtype) if self.rng.random() < 0.3 else None
-        return self.add(op.Convolve(x, Value(x.width), weight, layer, bias, first, activation))
+        return self.add(Convolve(x, Value(x.width), weight, layer, bias, first, activation))
 
     def short_convolution(self, x: Value) -> Value:
         """Between gates, as in LFM2."""
@@ -295,7 +299,7 @@ class RandomProgram:
             first += part.width
         q, k, v = convolved
         out, factor = Value(heads * values), self.rng.choice([1.0, 2.0])
-        kind = op.DeltaByKey if by_key else op.Delta
+        kind = DeltaByKey if by_key else Delta
         speeds = (self.numbers(count, dtype=self.either()) for count in (heads, of_decays))
         limit = {"limit": self.rng.choice([0.0, -0.5, -5.0])} if by_key else {}
         delta = self.add(kind(q, out, k, v, decays, rates, *speeds, layer, heads, keys, factor, **limit))
@@ -318,7 +322,7 @@ class RandomProgram:
             first += part.width
         v, k, q = convolved
         of_heads = [self.numbers(heads) for _ in range(3)]
-        found = self.add(op.Scan(q, Value(width), k, v, times, *of_heads, layer, heads, keys))
+        found = self.add(Scan(q, Value(width), k, v, times, *of_heads, layer, heads, keys))
         weight = self.numbers(width, mean=1.0) if self.rng.random() < 0.8 else None
         flags = {"rounds_once": self.rng.random() < 0.5, "gates_behind": self.rng.random() < 0.5}
         normed = op.Norm(found, Value(width), weight, 1e-5, of_heads=True, size=width // key_heads, gate=gate, **flags)
@@ -389,7 +393,7 @@ class RandomProgram:
         flags = [self.rng.random() < 0.5 for _ in range(2)]
         most = min(count // settings.get("groups", 1) * settings.get("top_groups", 1), 4)
         top_k = self.rng.randint(1, most)
-        out = self.add(op.Experts(x, Value(x.width), tuple(of), top_k, self.activation, *flags, **settings))
+        out = self.add(Experts(x, Value(x.width), tuple(of), top_k, self.activation, *flags, **settings))
         return self.products(out, settings["routed"].width)[0] if "routed" in settings else out
 
     def mlp(self, x: Value, width: int) -> Value:
@@ -398,18 +402,18 @@ class RandomProgram:
             if self.rng.random() < 0.5:
                 return mixed
             (by,) = self.products(x, 1)
-            return self.add(op.Weigh(mixed, Value(x.width), by))
+            return self.add(Weigh(mixed, Value(x.width), by))
         if self.rng.random() < 0.7:
             gate, up = self.products(x, width, width)
             if self.rng.random() < 0.3:
-                gate, up = (self.add(op.Clip(part, Value(width), self.rng.choice([0.2, 3.0]))) for part in (gate, up))
+                gate, up = (self.add(Clip(part, Value(width), self.rng.choice([0.2, 3.0]))) for part in (gate, up))
             if self.rng.random() < 0.2:
-                gate = self.add(op.Cut(gate, Value(width), self.rng.choice([0.0, 1.5])))
+                gate = self.add(Cut(gate, Value(width), self.rng.choice([0.0, 1.5])))
             gated = self.add(op.Gate(gate, Value(width), self.activation, up))
         else:
             (gate,) = self.products(x, width)
             if self.rng.random() < 0.3:
-                gated = self.add(op.Xielu(gate, Value(width), 0.8, 0.4, 0.5, -1e-6))
+                gated = self.add(Xielu(gate, Value(width), 0.8, 0.4, 0.5, -1e-6))
             else:
                 gated = self.add(op.Gate(gate, Value(width), self.activation))
         return self.products(gated, x.width)[0]
@@ -417,16 +421,16 @@ class RandomProgram:
     def through_streams(self, x: Value) -> Value:
         """x, plus one of a row's streams (Gemma 3n), to each of which sums of all streams were added."""
         count, routed, width = self.rng.randint(1, 4), self.rng.randint(1, 5), x.width
-        streams = self.add(op.Scale(x, Value(width), 0.5, self.numbers(width, mean=1.0)))
+        streams = self.add(Scale(x, Value(width), 0.5, self.numbers(width, mean=1.0)))
         for made in self.products(x, *[width] * (count - 1)) if count > 1 else ():
-            more = self.add(op.Rescale(made, Value(width), x, self.rng.choice([1e-5, 2.0])))
-            streams = self.add(op.Join(streams, Value(streams.width + width), more, 1))
+            more = self.add(Rescale(made, Value(width), x, self.rng.choice([1e-5, 2.0])))
+            streams = self.add(Join(streams, Value(streams.width + width), more, 1))
         by = self.add(op.Gate(self.products(x, routed)[0], Value(routed), "tanh"))
         weight, offset = self.numbers(count * count, routed), self.rng.choice([0.0, 1.0])
-        streams = self.add(op.Blend(streams, Value(streams.width), streams, width, by, weight, offset))
+        streams = self.add(Blend(streams, Value(streams.width), streams, width, by, weight, offset))
         first = self.rng.randint(0, count)
-        streams = self.add(op.Blend(streams, Value(streams.width), x, width, offset=1.0, first=first))
-        return self.more(x, self.add(op.Select(streams, Value(width), width, count, self.rng.randrange(count))))
+        streams = self.add(Blend(streams, Value(streams.width), x, width, offset=1.0, first=first))
+        return self.more(x, self.add(Select(streams, Value(width), width, count, self.rng.randrange(count))))
 
     def more(self, x: Value, more: Value) -> Value:
         return self.add(op.Add(x, Value(x.width), self.norm(more, chance=0.3), self.residual))
@@ -569,7 +573,7 @@ class RandomRows:
             for layer, (heads, *sizes) in program.caches.items()
         }
         self.before = {layer: [part[:, :held].clone() for part in cache] for layer, cache in self.caches.items()}
-        self.ids = memory.copy(torch.randint(len(program.embedding), (rows,)))
+        self.ids = memory.copy(torch.randint(program.vocabulary, (rows,)))
         self.positions = memory.copy((dropped + held + torch.randint(rows, (rows,))).long())
         masked = rows + (rng.randint(0, held) if rng.random() < 0.3 else 0)
         self.hidden = torch.rand(rows, masked) < 0.4

@@ -25,7 +25,6 @@ from lookahead import LookaheadConfig
 from lookahead.cpu import operations as op
 from lookahead.engine import call
 from lookahead.engine.engine import Lookahead
-from lookahead.models import split_attention
 from lookahead.models.cache import InPlaceLayer
 from lookahead.models.families import UnknownModelError
 from lookahead.passes import graphs
@@ -33,7 +32,7 @@ from lookahead.passes.capabilities import find_adapter
 from lookahead.passes.graphs import GraphRunner, StaticCache, StepGraphs, capture_cuda, static_program
 from lookahead.passes.rounding import relative_error, tolerance
 from lookahead.passes.runner import EagerRunner
-from lookahead.passes.static import StaticPass
+from lookahead.passes.static import PART, StaticPass
 from lookahead.step import lay_out
 from ngram_pool import GuessTree
 
@@ -118,8 +117,8 @@ def agree(a: torch.Tensor, b: torch.Tensor) -> bool:
 def test_steps_give_eager_logits(model_type, capture, part, monkeypatch):
     """Over random trees, windows and accepted paths, through several sizes of the buffers, in parts and whole."""
     monkeypatch.setattr(graphs, "FIRST_CAPACITY", 16)
-    monkeypatch.setattr(split_attention, "PART", part)
-    monkeypatch.setattr(split_attention, "LONG_CONTEXT", 32)
+    monkeypatch.setattr("lookahead.passes.static.PART", part)
+    monkeypatch.setattr("lookahead.passes.static.LONG_CONTEXT", 32)
     model = tiny_model(model_type)
     runner, rng = runner_of(model), random.Random(0)
     ids = random_prompt(rng, 30)
@@ -153,7 +152,7 @@ def test_columns_are_rounded_up_by_a_half_at_most():
     assert shown[:1024] == [graphs.FIRST_CAPACITY] * 1024
     assert all(columns <= count for columns, count in enumerate(shown, 1))
     assert all(2 * count <= 3 * columns for columns, count in enumerate(shown, 1) if columns > 1024)
-    assert all(count % (2 * split_attention.PART) == 0 for count in shown)
+    assert all(count % (2 * PART) == 0 for count in shown)
     assert len(set(shown)) == 10
 
 

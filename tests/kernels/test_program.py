@@ -21,11 +21,12 @@ from zoo import as_loaded, tiny_model
 from lookahead.compat import forward_arguments
 from lookahead.cpu import blocks, native
 from lookahead.cpu.executor import Executor, Rows
-from lookahead.cpu.operations import Add, Convolve, Embed, Experts, Keep, Logits, Norm, Products, Value
+from lookahead.cpu.experts import Experts
+from lookahead.cpu.operations import Add, Embed, Keep, Logits, Norm, Products, Value
 from lookahead.cpu.products import Linear
 from lookahead.cpu.program import Program
 from lookahead.cpu.reference import Reference, State
-from lookahead.cpu.states import Places
+from lookahead.cpu.states import Convolve, Places
 from lookahead.models.families import HOMES, page_for, page_of
 from lookahead.models.families.around import AROUND
 from lookahead.models.families.lfm2 import Lfm3

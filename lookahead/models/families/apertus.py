@@ -8,7 +8,7 @@ from typing import Any
 from torch.nn import functional
 from transformers.activations import XIELUActivation
 
-from lookahead.cpu import operations as op
+from lookahead.cpu.elementwise import Xielu
 from lookahead.cpu.operations import Value
 from lookahead.models.families.nemotron import Arcee
 
@@ -27,7 +27,7 @@ class Apertus(Arcee):
         self._check(activation)
         beta, positive, negative = activation.beta, activation.alpha_p.detach(), activation.alpha_n.detach()
         slopes = functional.softplus(positive), beta + functional.softplus(negative)
-        return self._add(op.Xielu(x, Value(x.width), *map(float, (*slopes, beta, activation.eps))))
+        return self._add(Xielu(x, Value(x.width), *map(float, (*slopes, beta, activation.eps))))
 
 
 class Apertus1p5Text(Apertus):

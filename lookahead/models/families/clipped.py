@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from lookahead.cpu import operations as op
+from lookahead.cpu.elementwise import Clip
 from lookahead.cpu.operations import Value
 from lookahead.models.families.page import Page
 
@@ -11,4 +11,4 @@ def clipped(page: Page, limit: float | None, *values: Value) -> Sequence[Value]:
     """Return these values within this limit, if there is one."""
     if limit is None:
         return values
-    return [page._add(op.Clip(x, Value(x.width), float(limit))) for x in values]
+    return [page._add(Clip(x, Value(x.width), float(limit))) for x in values]

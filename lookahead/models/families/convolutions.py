@@ -6,8 +6,8 @@ from typing import Any
 from torch import nn
 from transformers.activations import ACT2FN
 
-from lookahead.cpu import operations as op
 from lookahead.cpu.operations import Activation, Value
+from lookahead.cpu.states import Convolve
 from lookahead.models.families.page import Page, UnknownModelError
 
 
@@ -22,7 +22,7 @@ def convolve(
         raise UnknownModelError("its convolutions are not causal, or not of one channel each")
     weight, bias = module.weight.detach()[first : first + x.width, 0], module.bias
     bias = None if bias is None else bias.detach()[first : first + x.width]
-    return page._add(op.Convolve(x, Value(x.width), weight, layer, bias, first, activation))
+    return page._add(Convolve(x, Value(x.width), weight, layer, bias, first, activation))
 
 
 def convolved(page: Page, parts: Sequence[Value], mixer: Any) -> list[Value]:

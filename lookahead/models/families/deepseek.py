@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lookahead.cpu import operations as op
+from lookahead.cpu.heads import HeadProducts, Join
 from lookahead.cpu.operations import Value
 from lookahead.cpu.products import DecodingLinear
 from lookahead.models.families.corrected import WithSharedExperts
@@ -38,12 +38,12 @@ class DeepseekV3(WithSharedExperts):
         if makes.bias is not None:
             raise UnknownModelError("its key projection has a bias")
         weight = makes.weight
-        sought = self._add(op.HeadProducts(unturned, Value(heads * latent), weight, heads, 0, is_transposed=True))
-        q = self._add(op.Join(sought, Value(sought.width + q.width), q, heads))
+        sought = self._add(HeadProducts(unturned, Value(heads * latent), weight, heads, 0, is_transposed=True))
+        q = self._add(Join(sought, Value(sought.width + q.width), q, heads))
         k = self.rotary(k, turned, name)
         found = self.attend(q, c, k, attention, latent + turned, is_latent=True)
         out = Value(heads * attention.v_head_dim)
-        values = self._add(op.HeadProducts(found, out, weight, heads, fixed, is_transposed=False))
+        values = self._add(HeadProducts(found, out, weight, heads, fixed, is_transposed=False))
         return self.product(self.found(x, values, attention), attention.o_proj)
 
     def found(self, x: Value, values: Value, attention: Any) -> Value:

@@ -11,6 +11,7 @@ from transformers.activations import ACT2FN
 
 from lookahead.cpu import operations as op
 from lookahead.cpu.operations import Value
+from lookahead.cpu.states import Delta
 from lookahead.models.families.convolutions import convolved
 from lookahead.models.families.llama import Llama
 from lookahead.models.families.mixtral import Qwen2Moe
@@ -54,7 +55,7 @@ class Qwen3_5(Llama):  # the name that transformers gives it
         speeds = attention.A_log.detach(), attention.dt_bias.detach()
         settings = attention.layer_idx, attention.num_v_heads, attention.head_k_dim
         factor = 2.0 if getattr(attention, "allow_neg_eigval", False) else 1.0
-        delta = op.Delta(q, Value(v.width), k, v, decays, rates, *speeds, *settings, factor)
+        delta = Delta(q, Value(v.width), k, v, decays, rates, *speeds, *settings, factor)
         norm = self.own(getattr(attention, self.gated_norm), "RMSNormGated")
         size = attention.head_v_dim
         normed = op.Norm(self._add(delta), Value(v.width), norm.weight, norm.variance_epsilon, of_heads=True, size=size)

@@ -12,8 +12,11 @@ import torch
 from torch.distributions import Normal
 
 from lookahead.cpu import operations as op
+from lookahead.cpu.elementwise import Scale
+from lookahead.cpu.heads import Join
 from lookahead.cpu.operations import Value
 from lookahead.cpu.products import Linear
+from lookahead.cpu.streams import Blend, Cut, Rescale
 from lookahead.models.families.gemma4 import Gemma4
 from lookahead.models.families.page import UnknownModelError
 
@@ -35,7 +38,7 @@ class Gemma3n(Gemma4):
         streams = x
         for module in inner.altup_projections:
             more = self._rescaled(self.product(x, module), x)
-            streams = self._add(op.Join(streams, Value(streams.width + more.width), more, heads=1))
+            streams = self._add(Join(streams, Value(streams.width + more.width), more, heads=1))
         for layer, name in zip(self.layers(inner), self.rotary_names(), strict=True):
             streams = self.layer(self.output(streams), layer, name)
         self.output(streams)
@@ -49,19 +52,19 @@ class Gemma3n(Gemma4):
         size, active = config.hidden_size, config.altup_active_idx
         router = self._routed(self._stream(x, active), altup)
         weight = self._factors(altup.prediction_coefs)
-        predicted = self._add(op.Blend(x, Value(x.width), x, size, router, weight))
+        predicted = self._add(Blend(x, Value(x.width), x, size, router, weight))
         x = self._stream(predicted, active)
         made = self.within(x, layer, name)
         router = self._routed(made, altup)
         weight = self._factors(altup.correction_coefs)
         innovation = self.add(made, x, -1.0)
-        streams = self._add(op.Blend(predicted, Value(predicted.width), innovation, size, router, weight, 1.0))
+        streams = self._add(Blend(predicted, Value(predicted.width), innovation, size, router, weight, 1.0))
         x = self._stream(streams, active)
         if config.altup_correct_scale:
-            x = self._add(op.Scale(x, Value(size), 1.0, altup.correct_output_scale))
+            x = self._add(Scale(x, Value(size), 1.0, altup.correct_output_scale))
         assert self._of_layers is not None
         more = self.of_own(x, layer, self._of_layers)
-        return self._add(op.Blend(streams, Value(streams.width), more, size, offset=1.0, first=1))
+        return self._add(Blend(streams, Value(streams.width), more, size, offset=1.0, first=1))
 
     def within(self, x: Value, layer: Any, name: str) -> Value:
         """The output of a layer for its stream."""
@@ -77,7 +80,7 @@ class Gemma3n(Gemma4):
         gate, up = self.products(x, *map(self.linear, (self.own(mlp, "MLP").gate_proj, mlp.up_proj)))
         if mlp.activation_sparsity > 0:
             factor = self._rounded(Normal(0, 1).icdf(torch.tensor(mlp.activation_sparsity, device="cpu")))
-            gate = self._add(op.Cut(gate, Value(gate.width), factor))
+            gate = self._add(Cut(gate, Value(gate.width), factor))
         return self.product(self.gate(gate, mlp.act_fn, up), mlp.down_proj)
 
     def _routed(self, x: Value, altup: Any) -> Value:
@@ -96,7 +99,7 @@ class Gemma3n(Gemma4):
         return self.select(streams, size, streams.width // size, index)
 
     def _rescaled(self, x: Value, like: Value) -> Value:
-        return self._add(op.Rescale(x, Value(x.width), like, limit=1e-5))
+        return self._add(Rescale(x, Value(x.width), like, limit=1e-5))
 
     def _rounded(self, factor: torch.Tensor) -> float:
         return float(factor.to(self._dtype))

@@ -7,6 +7,7 @@ from typing import Any
 
 from lookahead.cpu import operations as op
 from lookahead.cpu.operations import Value
+from lookahead.cpu.states import DeltaByKey
 from lookahead.models.families.convolutions import convolved
 from lookahead.models.families.deepseek import DeepseekV3
 from lookahead.models.families.page import UnknownModelError
@@ -34,7 +35,7 @@ class KimiLinear(DeepseekV3):
         log_speeds, biases = (tensor.detach().flatten() for tensor in (forget.A_log, forget.dt_bias))
         settings: dict[str, Any] = {"layer": attention.layer_idx, "heads": attention.num_heads}
         settings |= {"size": attention.head_dim, "limit": self.limit(forget)}
-        delta = self._add(op.DeltaByKey(q, Value(v.width), k, v, decays, rates, log_speeds, biases, **settings))
+        delta = self._add(DeltaByKey(q, Value(v.width), k, v, decays, rates, log_speeds, biases, **settings))
         # In bf16, the model does not round between its norm and its gate.
         norm, size = self.own(attention.o_norm, "RMSNormGated"), attention.head_dim
         weight, epsilon = norm.weight.detach(), norm.variance_epsilon

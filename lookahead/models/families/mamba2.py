@@ -8,6 +8,7 @@ from torch import nn
 
 from lookahead.cpu import operations as op
 from lookahead.cpu.operations import Value
+from lookahead.cpu.states import Scan
 from lookahead.models.families.convolutions import convolved
 from lookahead.models.families.llama import Llama
 from lookahead.models.families.mixtral import GraniteMoe, GraniteMoeShared
@@ -39,7 +40,7 @@ class Bamba(Llama):
         gate, *parts, times = self.inputs(x, mixer, (width, width, of_keys, of_keys))
         v, k, q = convolved(self, parts, mixer)
         of_heads = mixer.A_log.detach(), mixer.dt_bias.detach(), mixer.D.detach()
-        scanned = self._add(op.Scan(q, Value(width), k, v, times, *of_heads, mixer.layer_idx, heads, size))
+        scanned = self._add(Scan(q, Value(width), k, v, times, *of_heads, mixer.layer_idx, heads, size))
         return self.product(self.gated(scanned, gate, mixer), mixer.out_proj)
 
     def inputs(self, x: Value, mixer: Any, widths: tuple[int, ...]) -> list[Value]:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lookahead.cpu import operations as op
+from lookahead.cpu.experts import Weigh
 from lookahead.cpu.operations import Value
 from lookahead.cpu.products import Linear
 from lookahead.models.families.clipped import clipped
@@ -62,7 +62,7 @@ class Qwen2Moe(Qwen2):
             return super().mlp(x, mlp)
         self.own(mlp, "SparseMoeBlock")
         of_shared, weight = super().mlp(x, mlp.shared_expert), self.product(x, mlp.shared_expert_gate)
-        shared = self._add(op.Weigh(of_shared, Value(of_shared.width), weight))
+        shared = self._add(Weigh(of_shared, Value(of_shared.width), weight))
         return self.add(self.experts(x, mlp.gate, mlp.experts, self.adds_to_one(mlp.gate)), shared)
 
     def adds_to_one(self, router: Any) -> bool:

@@ -229,8 +229,10 @@ class Page:
         return self._add(op.Rotary(x, Value(x.width), size, name, *settings))
 
     def select(self, x: Value, size: int, group: int, first: int, taken: int = 1, repeats: int = 1) -> Value:
+        from lookahead.cpu.heads import Select  # other families need it not
+
         width = x.width // group * taken * repeats
-        return self._add(op.Select(x, Value(width), size, group, first, taken, repeats))
+        return self._add(Select(x, Value(width), size, group, first, taken, repeats))
 
     def attend(
         self,
@@ -282,7 +284,9 @@ class Page:
         return self._add(operation(self, x, router, experts, adds_to_one, *others, **settings))
 
     def scale(self, x: Value, factor: float) -> Value:
-        return self._add(op.Scale(x, Value(x.width), factor))
+        from lookahead.cpu.elementwise import Scale  # other families need it not
+
+        return self._add(Scale(x, Value(x.width), factor))
 
     def add(self, x: Value, more: Value, factor: float = 1.0) -> Value:
         return self._add(op.Add(x, Value(x.width), more, factor))

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from lookahead.cpu import operations as op
+from lookahead.cpu.heads import Join
 from lookahead.cpu.operations import Value
 from lookahead.models.families.mamba2 import Bamba
 
@@ -41,7 +41,7 @@ class Zamba2(Bamba):
     def block(self, x: Value, block: Any, index: int) -> Value:
         """What a shared block makes for the layer of this index."""
         self.own(block, "AttentionDecoderLayer")
-        both = self._add(op.Join(x, Value(2 * x.width), self._embedded, heads=1))
+        both = self._add(Join(x, Value(2 * x.width), self._embedded, heads=1))
         attended = self.of_block(self.norm(both, block.input_layernorm), block.self_attn, index)
         mlp = self.own(block.feed_forward, "MLP")
         adapter = mlp.gate_up_proj_adapter_list[mlp.layer_dic[index]]
