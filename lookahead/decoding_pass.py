@@ -10,15 +10,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lookahead.step import Places
-
 if TYPE_CHECKING:
+    from lookahead.models.biases import Places
     from lookahead.models.recurrence import Forest
 
 
 @dataclass
 class DecodingPass:
-    """A pass of the decoding loop. Its thread runs it within ``with``."""
+    """A pass of the decoding loop: a block that this thread runs in ``with DecodingPass(...)``."""
 
     splits_attention: bool
     """Whether models with "sdpa" attention use `attention.attend`."""
@@ -26,8 +25,12 @@ class DecodingPass:
     """Whether our own kernels may be used on a CPU (`gemm`, `tree_attention`)."""
     forest: "Forest | None" = None
     """The rows of the pass, if layers with a state compute them as a tree (`models.recurrence`)."""
-    places: Places | None = None
+    places: "Places | None" = None
     """Of its keys and rows, if attention is biased by them (`models.biases`)."""
+
+    def __post_init__(self) -> None:
+        # Tracers follow only torch's own operations, and our kernels give no gradients.
+        self.uses_kernels = self.uses_kernels and not torch.is_grad_enabled() and not torch.jit.is_tracing()
 
     def __enter__(self) -> None:
         self._before = current_pass()
@@ -38,18 +41,6 @@ class DecodingPass:
 
 
 _thread = threading.local()
-
-
-def decoding_pass(
-    splits_attention: bool,
-    uses_kernels: bool,
-    forest: "Forest | None" = None,
-    places: Places | None = None,
-) -> DecodingPass:
-    """Run a block as a pass of the decoding loop, in this thread: ``with decoding_pass(...)``."""
-    # Tracers follow only torch's own operations, and our kernels give no gradients.
-    uses_kernels = uses_kernels and not torch.is_grad_enabled() and not torch.jit.is_tracing()
-    return DecodingPass(splits_attention, uses_kernels, forest, places)
 
 
 def current_pass() -> DecodingPass | None:

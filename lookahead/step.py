@@ -9,7 +9,6 @@ the committed cache and its own ancestors, so positions and mask follow from the
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -85,20 +84,6 @@ class Step:
         """
         positions = length + self.depths
         return positions if last is None else np.minimum(positions, max(last, length))
-
-
-class Places(NamedTuple):
-    """The positions of the keys that the rows of a pass see, for attention that is biased by them."""
-
-    keys: np.ndarray
-    """int64 [batch, keys]; -1 in a gap."""
-    rows: np.ndarray
-    """int64 [batch, T]."""
-
-    @property
-    def last(self) -> int:
-        """The last position."""
-        return int(self.keys.max())
 
 
 def grow(ids: Sequence[int], parents: Sequence[int], computed: int) -> Step:

@@ -13,7 +13,7 @@ from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput
 from transformers.utils import ModelOutput
 
 from lookahead import compat
-from lookahead.decoding_pass import decoding_pass
+from lookahead.decoding_pass import DecodingPass
 from lookahead.engine.engine import Lookahead
 from lookahead.engine.prefill import cache_passed_in, positions_in, prefill, prompts_of
 from lookahead.engine.sampling import NextTokenRule, goes_by_sequence, walk
@@ -252,7 +252,7 @@ class Call:
             self._asked = pool
             return limits, pool.propose(texts, limits)
         self._asked = self._source.together
-        with decoding_pass(splits_attention=False, uses_kernels=self._runner.adapter.uses_kernels):
+        with DecodingPass(splits_attention=False, uses_kernels=self._runner.adapter.uses_kernels):
             return limits, self._asked.propose(texts, limits)
 
     def _lay_out(

@@ -6,12 +6,37 @@ and select that of each key.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from lookahead.decoding_pass import current_pass
-from lookahead.step import Places
+from lookahead.models.cache import LookaheadCache
+
+
+class Places(NamedTuple):
+    """The positions of the keys that the rows of a pass see."""
+
+    keys: np.ndarray
+    """int64 [batch, keys]; -1 in a gap."""
+    rows: np.ndarray
+    """int64 [batch, T]."""
+
+    @property
+    def last(self) -> int:
+        """The last position."""
+        return int(self.keys.max())
+
+
+def places_in(cache: LookaheadCache, positions: np.ndarray) -> Places:
+    """Return the places of a step's rows, and of the keys that they see in the first layer.
+
+    positions: of the rows, int64 [batch, T].
+    """
+    cached = cache.in_place[0].positions_shown()
+    keys = np.concatenate([np.broadcast_to(cached, (len(positions), cached.shape[1])), positions], axis=1)
+    return Places(keys, positions)
 
 
 def by_position(own: Callable, attention_mask: torch.Tensor, num_heads: int, dtype: torch.dtype) -> torch.Tensor:

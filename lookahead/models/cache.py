@@ -435,14 +435,6 @@ class LookaheadCache(Cache):
                 found[visibility] = hidden(ancestors, positions, cached, visibility)
         return found
 
-    def positions_of_keys(self, positions: np.ndarray) -> np.ndarray:
-        """Return the positions of the keys that a step's rows see in the first layer: int64 [batch, keys], -1 in a gap.
-
-        positions: of the rows, int64 [batch, T].
-        """
-        cached = self.in_place[0].positions_shown()
-        return np.concatenate([np.broadcast_to(cached, (len(positions), cached.shape[1])), positions], axis=1)
-
     def commit(self, steps: list[Step], paths: list[list[int]]) -> None:
         """Keep rows ``paths[b]`` of the last pass's ``steps[b]``: ascending indices, beginning with the root's 0."""
         lengths, replay = [length + len(path) for length, path in zip(self.lengths, paths, strict=True)], []

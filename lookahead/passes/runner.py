@@ -19,13 +19,14 @@ import torch
 from transformers import PreTrainedModel
 
 from lookahead.compat import forward_arguments
-from lookahead.decoding_pass import decoding_pass
+from lookahead.decoding_pass import DecodingPass
 from lookahead.models.adapter import ModelAdapter, device_of
 from lookahead.models.cache import AnyCache, LookaheadCache, SeparateCaches
-from lookahead.step import Places, Step, lay_out, pad, to_device
+from lookahead.step import Step, lay_out, pad, to_device
 from ngram_pool import GuessTree
 
 if TYPE_CHECKING:
+    from lookahead.models.biases import Places
     from lookahead.models.recurrence import Forest
 
 TopK = tuple[int, float | Sequence[float]]
@@ -166,9 +167,9 @@ class EagerRunner:
 
             model, forest = branching.branching(model), recurrence.Forest(ancestors, device)
         elif adapter.biases_keys and cache.paddings is None and "attention_mask" in inputs:
-            from lookahead.models import branching
+            from lookahead.models import biases, branching
 
-            model, places = branching.branching(model), Places(cache.positions_of_keys(positions), positions)
+            model, places = branching.branching(model), biases.places_in(cache, positions)
         with self._in_pass(forest, places), torch.inference_mode() if adapter.in_inference_mode else nullcontext():
             output = model(input_ids=tokens[0], **inputs, **self._extras)
             hidden = {i: _of_tokens(output.hidden_states[i])[:, again:].flatten(0, 1) for i in self.requested}
@@ -208,10 +209,10 @@ class EagerRunner:
             self.run([step], cache)
             cache.commit([step], [[0]])
 
-    def _in_pass(self, forest: "Forest | None" = None, places: Places | None = None) -> AbstractContextManager[None]:
+    def _in_pass(self, forest: "Forest | None" = None, places: "Places | None" = None) -> AbstractContextManager[None]:
         """The context of each call of the model."""
         adapter = self.adapter
-        return decoding_pass(adapter.splits_attention, adapter.uses_kernels, forest=forest, places=places)
+        return DecodingPass(adapter.splits_attention, adapter.uses_kernels, forest=forest, places=places)
 
 
 class Pass(NamedTuple):

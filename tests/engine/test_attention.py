@@ -13,7 +13,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from zoo import SETTINGS, tiny_model
 
 from lookahead.cpu import tree_attention
-from lookahead.decoding_pass import current_pass, decoding_pass
+from lookahead.decoding_pass import DecodingPass, current_pass
 from lookahead.guessing.window import JacobiWindow
 from lookahead.models import attention, split_attention
 from lookahead.passes.capabilities import find_adapter
@@ -77,7 +77,7 @@ def test_two_parts_are_the_whole(
         mock.patch.object(tree_attention, "serves", kernel),
     ):
         for mask in (own, dense, dense == 0):
-            with decoding_pass(splits_attention=True, uses_kernels=True):
+            with DecodingPass(splits_attention=True, uses_kernels=True):
                 out, weights = attention.attend(Layer(groups), query, key, value, mask, scaling=scaling)
             assert weights is None
             assert out.shape == exact.shape
@@ -95,13 +95,13 @@ def test_anything_but_a_step_is_sdpa(new):
         if arguments[1] is key and arguments[3] is None and new > 1:
             continue  # sdpa's causal flag has another meaning there, and models give a mask
         expected, _ = sdpa_attention_forward(Layer(2), *arguments)
-        with decoding_pass(splits_attention=True, uses_kernels=True):
+        with DecodingPass(splits_attention=True, uses_kernels=True):
             torch.testing.assert_close(attention.attend(Layer(2), *arguments)[0], expected, atol=1e-5, rtol=1e-5)
 
     def with_softcap(function):
         """What it gives, or raises: releases of transformers differ."""
         try:
-            with decoding_pass(splits_attention=True, uses_kernels=True):
+            with DecodingPass(splits_attention=True, uses_kernels=True):
                 return function(Layer(2), query, key, value, bias[:, :1], softcap=30.0)[0].tolist()
         except ValueError as error:
             return str(error)
@@ -117,7 +117,7 @@ def test_code_that_a_user_compiles_has_torchs_attention():
     compiled = torch.compile(
         lambda *arguments: attention.attend(Layer(2), *arguments)[0], backend="eager", fullgraph=True
     )
-    with torch.no_grad(), decoding_pass(splits_attention=True, uses_kernels=True):
+    with torch.no_grad(), DecodingPass(splits_attention=True, uses_kernels=True):
         assert torch.equal(compiled(*arguments), sdpa_attention_forward(Layer(2), *arguments)[0])
     torch.compiler.reset()
 
@@ -166,7 +166,7 @@ def test_a_pass_in_one_thread_is_nothing_to_another():
     def hold():
         with (
             torch.no_grad(),
-            decoding_pass(splits_attention=True, uses_kernels=True),
+            DecodingPass(splits_attention=True, uses_kernels=True),
             mock.patch.object(tree_attention, "attend", side_effect=tree_attention.attend) as kernel,
         ):
             found.append(model(ids).logits)
@@ -190,6 +190,6 @@ def test_an_interrupt_leaves_no_pass_behind():
     def interrupted():
         raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt), decoding_pass(splits_attention=True, uses_kernels=True):
+    with pytest.raises(KeyboardInterrupt), DecodingPass(splits_attention=True, uses_kernels=True):
         interrupted()
     assert current_pass() is None

@@ -71,6 +71,7 @@ def test_what_is_not_asked_for_is_not_loaded():
     bolted_on = [
         "around",
         "assisted",
+        "biases",
         "branching",
         "callers_cache",
         "conditions",

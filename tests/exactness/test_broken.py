@@ -18,7 +18,7 @@ from lookahead.cpu.executor import Executor
 from lookahead.cpu.states import _Recurrence
 from lookahead.engine import call
 from lookahead.engine.sampling import NextTokenRule
-from lookahead.models import cache, recurrence, split_attention
+from lookahead.models import biases, cache, recurrence, split_attention
 from lookahead.models.cache import LookaheadCache
 from lookahead.models.recurrence import Forest, StateLayer
 from lookahead.models.sliding import SlidingLayer
@@ -229,12 +229,13 @@ def nothing_computed_again(monkeypatch):
 
 
 def keys_biased_the_wrong_way_round(monkeypatch):
-    original = LookaheadCache.positions_of_keys
+    original = biases.places_in
 
-    def positions_of_keys(self, positions):
-        return original(self, positions)[:, ::-1].copy()
+    def places_in(cache, positions):
+        places = original(cache, positions)
+        return places._replace(keys=places.keys[:, ::-1].copy())
 
-    monkeypatch.setattr(LookaheadCache, "positions_of_keys", positions_of_keys)
+    monkeypatch.setattr(biases, "places_in", places_in)
 
 
 def only_parents_are_seen(monkeypatch):

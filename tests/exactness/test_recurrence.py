@@ -23,7 +23,7 @@ import lookahead
 from bench.tiny_models import random_model, tiny_config
 from lookahead import LookaheadConfig
 from lookahead.cpu import states
-from lookahead.decoding_pass import decoding_pass
+from lookahead.decoding_pass import DecodingPass
 from lookahead.guessing.pool import PoolSource
 from lookahead.guessing.source import GuessSource
 from lookahead.models import branching, recurrence
@@ -71,7 +71,7 @@ def computed(trees, function, *args, **kwargs) -> tuple[torch.Tensor, torch.Tens
     """What a function over a forest returns, and what waits for `StateLayer.commit`."""
     forest = forest_of(trees)
     forest.layer = StateLayer()
-    with decoding_pass(splits_attention=False, uses_kernels=False, forest=forest):
+    with DecodingPass(splits_attention=False, uses_kernels=False, forest=forest):
         return *function(*args, **kwargs), forest.layer.pending
 
 
@@ -158,7 +158,7 @@ def test_convolutions_follow_single_tokens(tree, seed, width, activation, has_bi
     layer = StateLayer()
     layer.update_conv_state(torch.randn(2, 3, 7), conv_kernel_size=width)  # a prompt
     held = layer.conv_states[0].clone()
-    with decoding_pass(splits_attention=False, uses_kernels=False, forest=forest_of(trees)):
+    with DecodingPass(splits_attention=False, uses_kernels=False, forest=forest_of(trees)):
         out = recurrence.convolve(layer.update_conv_state(inputs), weight, bias, activation)
     assert torch.equal(layer.conv_states[0], held)
     for last in range(rows):

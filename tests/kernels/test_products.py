@@ -22,7 +22,7 @@ import lookahead
 from lookahead import LookaheadConfig, NgramPool
 from lookahead.cpu import gemm, native, products
 from lookahead.cpu.products import DecodingLinear, Format, Linear, install, remove
-from lookahead.decoding_pass import decoding_pass
+from lookahead.decoding_pass import DecodingPass
 from lookahead.passes.graphs import StepGraphs
 from ngram_pool import GuessTree
 
@@ -43,7 +43,7 @@ def small_llama(dtype: torch.dtype = torch.float32, tied: bool = True) -> LlamaF
 
 def kernels_pass():
     """What a pass of the decoding loop runs in."""
-    return decoding_pass(splits_attention=False, uses_kernels=True)
+    return DecodingPass(splits_attention=False, uses_kernels=True)
 
 
 def logits(model, length: int = 9, in_a_pass: bool = False) -> torch.Tensor:
@@ -437,9 +437,9 @@ def test_what_the_kernel_does_not_take_is_torchs(multiplied):
     with torch.autocast("cpu", torch.bfloat16):
         logits(model, in_a_pass=True)
     logits(small_llama(torch.float16), in_a_pass=True)
-    with decoding_pass(splits_attention=False, uses_kernels=True):
+    with DecodingPass(splits_attention=False, uses_kernels=True):
         model(torch.arange(9)[None])  # gradients are wanted
-    with torch.no_grad(), decoding_pass(splits_attention=False, uses_kernels=False):
+    with torch.no_grad(), DecodingPass(splits_attention=False, uses_kernels=False):
         assert torch.equal(model(torch.arange(9)[None]).logits, expected)
     assert not multiplied
 
@@ -514,10 +514,10 @@ def test_layers_of_no_module_use_the_kernel_in_the_decoding_loop(multiplied, dty
     bias = torch.randn(300, dtype=dtype) if with_bias else None
     expected = functional.linear(input, weight, bias)
     assert torch.equal(gemm.linear(input, weight, bias), expected)
-    with decoding_pass(splits_attention=False, uses_kernels=False):
+    with DecodingPass(splits_attention=False, uses_kernels=False):
         assert torch.equal(gemm.linear(input, weight, bias), expected)
     assert not multiplied
-    with torch.no_grad(), decoding_pass(splits_attention=False, uses_kernels=True):
+    with torch.no_grad(), DecodingPass(splits_attention=False, uses_kernels=True):
         assert_near(gemm.linear(input, weight, bias), expected)
         assert multiplied == [1]
         assert torch.equal(gemm.linear(input, weight[:9], None), functional.linear(input, weight[:9]))
