@@ -7,8 +7,8 @@ from transformers.cache_utils import Cache
 
 from lookahead.engine.prefill import positions_in
 from lookahead.models.adapter import ModelAdapter
-from lookahead.models.cache import AnyCache, CountedCache, InPlaceLayer, LookaheadCache
-from lookahead.models.passed_in import adopt
+from lookahead.models.cache import AnyCache, InPlaceLayer, LookaheadCache
+from lookahead.models.passed_in import CountedCache, adopt
 from lookahead.passes.runner import EagerRunner
 
 

@@ -16,8 +16,7 @@ from transformers import (
 from lookahead import compat
 from lookahead.config import MAX_ROWS, LookaheadConfig
 from lookahead.engine.prefill import cache_passed_in, is_empty, positions_in, repeats_what_is_cached
-from lookahead.models.adapter import context_length
-from lookahead.models.cache import CountedCache
+from lookahead.models.adapter import UnsupportedModelError, context_length
 from lookahead.models.kept import OfModels
 from lookahead.models.layers import hides_in_cache_alone, ropes_of
 from lookahead.models.origin import Foreign, is_own
@@ -58,8 +57,13 @@ def why_plain(
     synced_gpus: bool,
     model_kwargs: dict,
     config: LookaheadConfig,
+    is_tested: bool,
 ) -> str | None:
-    """Why lookahead does not decode this call, or None if it does."""
+    """Why lookahead does not decode this call, or None if it does.
+
+    is_tested: whether the model was tested when it was wrapped. If not, UnsupportedModelError is raised for one that
+    lookahead cannot decode.
+    """
     if model.config.is_encoder_decoder:
         return "encoder-decoder models"
     if synced_gpus:
@@ -79,7 +83,12 @@ def why_plain(
         return replaced
     if modes := compat.modes_of_users():  # fused passes and our kernels run no operations of torch
         return f"under a torch function or dispatch mode ({', '.join(modes)})"
-    adapter = find_adapter(model, cpu_kernels=config.cpu_kernels)
+    try:
+        adapter = find_adapter(model, cpu_kernels=config.cpu_kernels)
+    except UnsupportedModelError as error:
+        if not is_tested:
+            raise
+        return f"a model that was changed after it was wrapped ({error})"
     if adapter.row_dependence and not config.allow_row_dependent:
         return (
             f"a model whose logits depend on the other rows of a pass (by {adapter.row_dependence:.1e} of their "
@@ -109,17 +118,12 @@ def why_plain(
         return "with use_cache=False and prefill_chunk_size"
     cache, mask = cache_passed_in(model_kwargs), model_kwargs.get("attention_mask")
     held, new = positions_in(cache), (ids if embeds is None else embeds).shape[1]
-    if compat.is_callers_own(cache) and not (adapter.counts_positions or isinstance(cache, CountedCache)):
-        return "on a cache that holds only states, which do not say how much of the prompt they cover"
-    if cache is not None and type(cache) not in (DynamicCache, CountedCache):
-        return f"on a cache of type {type(cache).__name__}"
-    if cache is not None and (held or not is_empty(cache)):
-        from lookahead.models.passed_in import can_adopt  # other calls begin with an empty one
+    is_filled = cache is not None and (held > 0 or not is_empty(cache))
+    if cache is not None and (is_filled or compat.is_callers_own(cache) or type(cache) is not DynamicCache):
+        from lookahead.models.passed_in import why_plain as why_not_on  # other calls begin with an empty one
 
-        if not can_adopt(adapter, cache, model):
-            return "on a cache that this model could not have filled: their kind, length, dtype or device"
-    if held and len(ids) > 1:
-        return "batches on a cache that was passed in"
+        if (reason := why_not_on(model, adapter, cache, held, is_filled, len(ids))) is not None:
+            return reason
     is_full = not held or repeats_what_is_cached(ids, generation, model_kwargs)
     if held >= new and is_full:
         return "on a cache that holds the whole prompt"

@@ -17,7 +17,6 @@ from lookahead.engine.draws import Race
 from lookahead.engine.engine import Lookahead
 from lookahead.engine.fallback import why_plain
 from lookahead.engine.sampling import NextTokenRule, Settings, for_sequence, goes_by_sequence
-from lookahead.models.adapter import UnsupportedModelError
 from lookahead.models.state import looked_at
 from lookahead.passes.runner import Output
 
@@ -84,7 +83,9 @@ def decoding(
     with engine.call():
         with looked_at(model):
             generation = _with_length(generation_config, stopping_criteria, input_ids.shape[1])
-            reason = _why_plain(engine, model, input_ids, generation, synced_gpus, model_kwargs)
+            reason = why_plain(
+                model, input_ids, generation, synced_gpus, model_kwargs, engine.config, engine.adapter is not None
+            )
             if reason is None:
                 rules, draws = _rules(
                     input_ids, logits_processor, stopping_criteria, generation_config, streamer, seeds
@@ -122,23 +123,6 @@ def _with_length(generation: GenerationConfig, criteria: StoppingCriteriaList, w
 def _ended(result: torch.Tensor | ModelOutput) -> Decoding:
     return result
     yield
-
-
-def _why_plain(
-    engine: Lookahead,
-    model: PreTrainedModel,
-    ids: torch.Tensor,
-    generation: GenerationConfig,
-    synced_gpus: bool,
-    model_kwargs: dict,
-) -> str | None:
-    """Why lookahead does not decode this call, or None if it does. Raises UnsupportedModelError if it never could."""
-    try:
-        return why_plain(model, ids, generation, synced_gpus, model_kwargs, engine.config)
-    except UnsupportedModelError as error:
-        if engine.adapter is None:
-            raise
-        return f"a model that was changed after it was wrapped ({error})"
 
 
 def _rules(

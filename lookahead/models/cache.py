@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+from transformers.cache_utils import Cache, CacheLayerMixin
 
 from lookahead.cpu import executor, pages
 from lookahead.decoding_pass import current_pass
@@ -130,10 +130,8 @@ class InPlaceLayer(CacheLayerMixin):
         if torch.is_grad_enabled() and current_pass() is None and not self.gaps.any():
             return self._append(key_states, value_states)
         new = key_states.shape[-2]
-        for buffer, states in ((self._keys, key_states), (self._values, value_states)):
-            if not _fits(buffer, states):
-                self._widen(key_states, value_states)
-                break
+        if not (_fits(self._keys, key_states) and _fits(self._values, value_states)):
+            self._widen(key_states, value_states)
         first, seen = self.extend(new)
         self._keys.narrow(2, first + seen, new).copy_(key_states)  # cheaper than indexing
         self._values.narrow(2, first + seen, new).copy_(value_states)
@@ -586,21 +584,11 @@ AnyCache = LookaheadCache | SeparateCaches
 """What holds the sequences of a call."""
 
 
-class CountedCache(DynamicCache):
-    """A cache whose layers keep only states, which do not say how many positions they have seen. So it counts them.
-
-    It goes from call to call of a wrapped model. The model's own decoding would not count.
-    """
-
-    length = 0
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self.length
-
-
 def counts_positions(cache: Cache) -> bool:
-    """Whether a cache knows how many positions it holds. If its layers keep only states, it does not by itself."""
-    return isinstance(cache, CountedCache) or any(hasattr(layer, "get_seq_length") for layer in cache.layers)
+    """Whether a cache knows how many positions it holds. If its layers keep only states, it does not by itself
+    (`passed_in.CountedCache`).
+    """
+    return getattr(cache, "counts_positions", False) or any(hasattr(layer, "get_seq_length") for layer in cache.layers)
 
 
 def compact(layers: list[InPlaceLayer], paths: list[list[int]]) -> None:

@@ -9,9 +9,22 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
-from lookahead.compat import cache_argument
+from lookahead.compat import cache_argument, is_callers_own
 from lookahead.models.adapter import ModelAdapter, device_of
-from lookahead.models.cache import CountedCache, InPlaceLayer, KeepsState, LookaheadCache, copy_of, counts_positions
+from lookahead.models.cache import InPlaceLayer, KeepsState, LookaheadCache, copy_of, counts_positions
+
+
+class CountedCache(DynamicCache):
+    """A cache whose layers keep only states, which do not say how many positions they have seen. So it counts them.
+
+    It goes from call to call of a wrapped model. The model's own decoding would not count.
+    """
+
+    counts_positions = True
+    length = 0
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.length
 
 
 def empty_cache(model: PreTrainedModel, expected_length: int = 0) -> DynamicCache | None:
@@ -77,6 +90,22 @@ def bytes_of(cache: Cache) -> int:
         return []
 
     return sum(tensor.nbytes for layer in cache.layers for tensor in tensors(vars(layer)))
+
+
+def why_plain(
+    model: PreTrainedModel, adapter: ModelAdapter, cache: Cache, held: int, is_filled: bool, sequences: int
+) -> str | None:
+    """Why lookahead does not decode a call on this cache, or None if it does.
+
+    held: positions in it. is_filled: whether it holds anything. sequences: of the prompt.
+    """
+    if is_callers_own(cache) and not (adapter.counts_positions or isinstance(cache, CountedCache)):
+        return "on a cache that holds only states, which do not say how much of the prompt they cover"
+    if type(cache) not in (DynamicCache, CountedCache):
+        return f"on a cache of type {type(cache).__name__}"
+    if is_filled and not can_adopt(adapter, cache, model):
+        return "on a cache that this model could not have filled: their kind, length, dtype or device"
+    return "batches on a cache that was passed in" if held and sequences > 1 else None
 
 
 def can_adopt(adapter: ModelAdapter, cache: Cache, model: PreTrainedModel) -> bool:

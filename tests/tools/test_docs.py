@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lookahead
 from lookahead.engine import assisted, fallback, report
-from lookahead.models import branching, families, layers, state, training
+from lookahead.models import branching, families, layers, passed_in, state, training
 from lookahead.models.families import gemma
 from lookahead.models.families.page import Page
 from lookahead.passes import conditions, fused, graphs, probe, runner, static, ways
@@ -264,6 +264,7 @@ SPEAKERS = {
     report._described: ast.FunctionDef,
     fallback.why_plain: ast.Return,
     fallback._described: ast.Return,
+    passed_in.why_plain: ast.Return,
     assisted.why_no_draft_model: ast.Return,
     ways.try_ways: (ast.Subscript, ast.Call),
     conditions.what_training_changes: ast.Return,
