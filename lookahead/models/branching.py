@@ -13,14 +13,17 @@ from functools import partial
 from types import FunctionType, MethodType
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
 
 from lookahead.compat import replaces_forward
 from lookahead.compat.copies import copy_of_module
 from lookahead.models import biases, recurrence
+from lookahead.models.layers import keeps_state
 from lookahead.models.state import state_of
 from lookahead.models.users_code import PASS_ON, package_of
 
+_KNOWN_LAYERS = {LinearAttentionLayer, LinearAttentionAndFullAttentionLayer}
 _OURS: dict[str, Callable] = {
     "causal_conv1d_fn": recurrence.convolve,
     "torch_chunk_gated_delta_rule": recurrence.delta_rule,
@@ -38,6 +41,10 @@ _CHANGES = {
 
 def why_not(model: PreTrainedModel) -> str | None:
     """Why layers with a state, or with biases, cannot compute branches; None if they can."""
+    layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
+    unknown = {type(layer) for layer in layers if keeps_state(layer)} - _KNOWN_LAYERS
+    if unknown:
+        return f"its cache keeps states in a {unknown.pop().__name__}"
     state = state_of(model)
     foreign = next((foreign for foreign in state.foreign if package_of(foreign) not in PASS_ON), None)
     if foreign is not None:

@@ -5,7 +5,6 @@ from transformers.cache_utils import (
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionAndFullAttentionLayer,
-    LinearAttentionLayer,
 )
 
 from lookahead import compat
@@ -18,7 +17,7 @@ from lookahead.step import Visibility
 def read_config(model: PreTrainedModel, branches_states: bool | None = None) -> ModelAdapter:
     """Make a first adapter, not yet probed, from the cache that transformers would make for this model.
 
-    branches_states: of the adapter; default: if `why_no_branches` finds nothing against it.
+    branches_states: of the adapter; default: if `branching.why_not` finds nothing against it.
     Raises UnsupportedModelError if there is no such cache.
     """
     name = type(model).__name__
@@ -49,11 +48,14 @@ def read_config(model: PreTrainedModel, branches_states: bool | None = None) -> 
     chunk = getattr(config, "attention_chunk_size", None) if "create_chunked_causal_mask" in names else None
     always = "create_sliding_window_causal_mask" in names and not reads_types  # all layers have the window
     window = getattr(config, "sliding_window", None) if always else None
+    has_state, biases_keys, why_not = any(map(keeps_state, theirs)), _biases_keys(model), None
+    if biases_keys or (has_state and branches_states is None):
+        from lookahead.models import branching  # other models need it not
+
+        why_not = branching.why_not(model)
     if branches_states is None:
-        branches_states = any(map(_keeps_state, theirs)) and why_no_branches(model) is None
-    biases_keys = _biases_keys(model)
+        branches_states = has_state and why_not is None
     layers: list[Visibility | None] = []
-    has_state = False
     for index, layer in enumerate(theirs):
         if type(layer) is DynamicLayer:
             layers.append(Visibility(window=window))
@@ -63,7 +65,6 @@ def read_config(model: PreTrainedModel, branches_states: bool | None = None) -> 
         else:
             beside = Visibility() if type(layer) is LinearAttentionAndFullAttentionLayer else None
             layers.append(beside if branches_states else None)
-            has_state = has_state or _keeps_state(layer)
     mask_of = None
     if types and len({v for v in layers if v is not None}) > 1:
         mask_of = {kind: v for kind, v in zip(types, layers, strict=False) if v is not None or branches_states}
@@ -80,27 +81,14 @@ def read_config(model: PreTrainedModel, branches_states: bool | None = None) -> 
         can_branch=(
             attention_implementation(model.config) in ("sdpa", "eager")
             and not (config.model_type == "gpt_neo" and "local" in config.attention_layers)  # windows by columns
-            and not (biases_keys and why_no_branches(model) is not None)
+            and not (biases_keys and why_not is not None)
             and (not has_state or branches_states)
         ),
     )
 
 
-def why_no_branches(model: PreTrainedModel) -> str | None:
-    """Why the model's layers with a state or biases cannot compute branches; None if they can, or it has none."""
-    layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
-    kinds = {type(layer) for layer in layers if _keeps_state(layer)}
-    unknown = kinds - {LinearAttentionLayer, LinearAttentionAndFullAttentionLayer}
-    if unknown:
-        return f"its cache keeps states in a {unknown.pop().__name__}"
-    if not (kinds or _biases_keys(model)):
-        return None
-    from lookahead.models import branching  # other models need it not
-
-    return branching.why_not(model)
-
-
-def _keeps_state(layer: object) -> bool:
+def keeps_state(layer: object) -> bool:
+    """Whether a layer of transformers' cache keeps anything else than keys and values."""
     known = DynamicLayer, DynamicSlidingWindowLayer
     return type(layer) not in known and type(layer).__name__ != "DummyLayer"
 

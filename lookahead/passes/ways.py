@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from lookahead.compat import attention_implementation, looks_up_attention
 from lookahead.models.adapter import ModelAdapter, device_of
-from lookahead.models.layers import hides_in_cache_alone, read_config, why_no_branches
+from lookahead.models.layers import hides_in_cache_alone, read_config
 from lookahead.models.state import state_of
 from lookahead.passes import capabilities, probe
 from lookahead.passes.runner import EagerRunner
@@ -24,8 +24,11 @@ def try_ways(model: PreTrainedModel, cpu_kernels: bool) -> ModelAdapter:
         cpu_kernels = False
         given_up.append(f"lookahead's kernels: {reason}")
     adapter = replace(read_config(model), uses_kernels=cpu_kernels, foreign=tuple(map(str, state.foreign)))
-    if (adapter.has_state or adapter.biases_keys) and (reason := why_no_branches(model)) is not None:
-        given_up.append(f"trees: {reason}")
+    if adapter.has_state or adapter.biases_keys:
+        from lookahead.models import branching  # other models need it not
+
+        if (reason := branching.why_not(model)) is not None:
+            given_up.append(f"trees: {reason}")
     if adapter.can_branch and state.users and (reason := state.users.why_no_trees()) is not None:
         adapter = replace(adapter, can_branch=False)
         given_up.append(f"trees: {reason}")

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lookahead
 from lookahead.engine import assisted, fallback, report
-from lookahead.models import branching, families, layers, passed_in, state, training
+from lookahead.models import branching, families, passed_in, state, training
 from lookahead.models.families import gemma
 from lookahead.models.families.page import Page
 from lookahead.passes import conditions, fused, graphs, probe, runner, static, ways
@@ -275,7 +275,6 @@ SPEAKERS = {
     gemma.Gemma3: ast.Raise,
     state.State.why_not_split: ast.Return,
     branching.why_not: ast.Return,
-    layers.why_no_branches: ast.Return,
     fused.FusedRunner.__init__: ast.Raise,
     graphs.static_program: ast.Raise,
     static.why_not: ast.Return,
