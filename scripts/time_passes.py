@@ -20,6 +20,7 @@ from bench import cli
 from lookahead.models.cache import LookaheadCache
 from lookahead.passes.capabilities import find_adapter, fused_runner
 from lookahead.passes.fused import FusedRunner
+from lookahead.passes.measuring import skip
 from lookahead.step import lay_out
 from lookahead.tools.loading import load
 from ngram_pool import GuessTree, Origin
@@ -30,7 +31,7 @@ QUIET, BUSY = "quiet", "beside a spinner"
 def filled_cache(runner: FusedRunner, tokens: np.ndarray, context: int) -> LookaheadCache:
     cache = runner.adapter.make_cache(context + len(tokens))
     time_pass(runner, cache, tokens[:1])
-    cache.skip(context)
+    skip(cache, context)
     for layer in cache.in_place:
         for states in (layer.keys, layer.values):
             states.normal_()

@@ -9,7 +9,6 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from lookahead.compat import is_tensor_parallel
 from lookahead.config import AUTO, LookaheadConfig
-from lookahead.engine.fallback import warn_plain
 from lookahead.guessing.bigrams import new_pool
 from lookahead.guessing.budget import Pace, WindowTrials
 from lookahead.guessing.combine import Ledger, needs_of, trials_of
@@ -127,6 +126,8 @@ class Lookahead:
 
     def decode_plainly(self, model: PreTrainedModel, reason: str) -> None:
         """Warn that the model's own decoding takes over a call, and store the reason for `report`."""
+        from lookahead.engine.plain import warn_plain  # other calls need no warning
+
         self.last = Stats(plain=reason)
         warn_plain(model, reason)
 

@@ -1,6 +1,5 @@
 """Calls that lookahead leaves to the model's own decoding, and the reasons."""
 
-import warnings
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ from lookahead import compat
 from lookahead.config import MAX_ROWS, LookaheadConfig
 from lookahead.engine.prefill import cache_passed_in, is_empty, positions_in, repeats_what_is_cached
 from lookahead.models.adapter import UnsupportedModelError, context_length
-from lookahead.models.kept import OfModels
 from lookahead.models.layers import hides_in_cache_alone, ropes_of
 from lookahead.models.origin import Foreign, is_own
 from lookahead.models.state import state_of
@@ -38,16 +36,6 @@ CHOOSING = (
     (LogitsProcessorList, "__call__"), (StoppingCriteriaList, "__call__"), *compat.STOP_CHECKS,
     (torch, "multinomial"), (torch, "argmax"), (torch.nn.functional, "softmax"),
 )  # fmt: skip
-
-_warned = OfModels[set[str]]()
-
-
-def warn_plain(model: PreTrainedModel, reason: str) -> None:
-    """Warn that the model's own decoding takes over, once for each model and reason."""
-    told = _warned.setdefault(model, set())
-    if reason not in told:
-        told.add(reason)
-        warnings.warn(f"lookahead does not decode {reason}: the model's own decoding does.", stacklevel=2)
 
 
 def why_plain(

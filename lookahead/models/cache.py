@@ -457,13 +457,6 @@ class LookaheadCache(Cache):
             vars(layer).update(state)
         self._before = []
 
-    def skip(self, count: int) -> None:
-        """Pretend to hold ``count`` more positions, with zeros in the full layers, to measure the cost of attention."""
-        for layer in self.in_place:
-            if type(layer) is InPlaceLayer and layer.is_initialized:
-                layer.update(*(x.new_zeros((*x.shape[:2], count, x.shape[3])) for x in layer.buffers))
-        self.lengths = [length + count for length in self.lengths]
-
     @property
     def is_empty(self) -> bool:
         """Whether no layer holds anything."""

@@ -30,6 +30,7 @@ from lookahead.models.adapter import vocabulary_of
 from lookahead.passes.capabilities import find_adapter
 from lookahead.passes.environment import environment
 from lookahead.passes.graphs import GraphRunner, StepGraphs, capture_cuda
+from lookahead.passes.measuring import skip
 from lookahead.passes.runner import EagerRunner
 from lookahead.step import lay_out
 from lookahead.tools.loading import load, load_tokenizer
@@ -237,7 +238,7 @@ def _times(runner, rows, length: int) -> Iterator[tuple[int, float]]:
 
     cache = runner.adapter.make_cache(length + max(rows))
     run(2)
-    cache.skip(length)
+    skip(cache, length)
     cache = runner.begin(cache)
     try:
         for count in rows:

@@ -86,6 +86,7 @@ def test_what_is_not_asked_for_is_not_loaded():
         "mtp",
         "padding",
         "passed_in",
+        "plain",
         "recording",
         "recurrence",
         "refusal",
