@@ -133,16 +133,6 @@ def made_of(
     return Linear(weight, scales, linear.bias, offsets, unpacked, linear, None, found)
 
 
-def _shape_of_indexed(outputs: int, inputs: int) -> tuple[int, int]:
-    bytes_of_row = -(-(inputs * 3 // 2 + 16 + inputs // INDEXED) // 64) * 64
-    return -(-outputs // TOGETHER) * TOGETHER, bytes_of_row
-
-
-def _shape_of_mxfp4(outputs: int, inputs: int) -> tuple[int, int]:
-    weights, size = Format.MXFP4.block
-    return outputs, inputs // weights * size
-
-
 def _find_mxfp4(linear: Linear, dtype: torch.dtype) -> Linear | None:
     blocks = _mxfp4_of(linear.weight, dtype)
     return None if blocks is None else made_of(linear, blocks, Format.MXFP4)
@@ -152,8 +142,8 @@ def _mxfp4_of(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
     """Return these weights as MXFP4 blocks, uint8 [outputs, bytes], if they all are such numbers."""
     if dtype not in _of_mxfp4() or weight.shape[1] % GROUP or not weight.numel():
         return None
-    weight, found = weight.contiguous(), ctypes.c_bool()
-    blocks = torch.empty(_shape_of_mxfp4(*weight.shape), dtype=torch.uint8, device="cpu")
+    weight, found, (weights, size) = weight.contiguous(), ctypes.c_bool(), Format.MXFP4.block
+    blocks = torch.empty(len(weight), weight.shape[1] // weights * size, dtype=torch.uint8, device="cpu")
     _of_mxfp4()[dtype](
         weight.data_ptr(), weight.numel() // GROUP, GROUP, blocks.data_ptr(), 0, 0, ctypes.byref(found),
         torch.get_num_threads(),
@@ -169,7 +159,8 @@ def _index(indexer: Callable[..., None], linear: Linear) -> Linear | None:
     first = linear.weight[0]
     if not torch.equal(first, first.bfloat16().to(first.dtype)):  # nothing large is allocated in vain
         return None
-    weight = torch.zeros(_shape_of_indexed(outputs, inputs), dtype=torch.uint8, device="cpu")
+    bytes_of_row = -(-(inputs * 3 // 2 + 16 + inputs // INDEXED) // 64) * 64
+    weight = torch.zeros(-(-outputs // TOGETHER) * TOGETHER, bytes_of_row, dtype=torch.uint8, device="cpu")
     found = ctypes.c_bool()
     indexer(
         linear.weight.data_ptr(), outputs, inputs, weight.data_ptr(), 0, 0, ctypes.byref(found), torch.get_num_threads()

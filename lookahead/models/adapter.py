@@ -12,7 +12,7 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import LinearAttentionLayer
 
 from lookahead.compat import CACHE, execution_device
-from lookahead.models.cache import AnyCache, InPlaceLayer, LookaheadCache, counts_positions
+from lookahead.models.cache import InPlaceLayer, LookaheadCache
 from lookahead.step import Visibility, mask
 
 # Settings that give the number of positions that a model was made for, or that its tables have room for.
@@ -75,11 +75,6 @@ class ModelAdapter:
         return min((visibility.window or visibility.chunk or 0 for visibility in hiding), default=None)
 
     @cached_property
-    def counts_positions(self) -> bool:
-        """`cache.counts_positions` of a cache of this model."""
-        return counts_positions(DynamicCache(config=self.config))
-
-    @cached_property
     def kinds(self) -> dict[Visibility, list[int]]:
         """The layers that cache their own keys and values, by what they see."""
         found: dict[Visibility, list[int]] = {}
@@ -109,27 +104,6 @@ class ModelAdapter:
             else:
                 layers.append(InPlaceLayer(expected_length))
         return LookaheadCache(layers)
-
-    def join(self, caches: list[LookaheadCache], expected_length: int = 0) -> LookaheadCache:
-        """Return one cache for all of these, each of one sequence. A single one is returned as it is.
-
-        expected_length: as for `make_cache`.
-        """
-        if len(caches) == 1:
-            return caches[0]
-        batch = self.make_cache(expected_length)
-        batch.stack(caches)
-        return batch
-
-    def padded(self, cache: AnyCache) -> LookaheadCache:
-        """Return a copy of a batch in the layout of plain decoding: padding first, so that all sequences end together.
-
-        The model can then make the masks of single tokens itself.
-        """
-        batch, longest = cache.emptied(), max(cache.lengths)
-        sequences = [cache.sequence(b) for b in range(len(cache.lengths))]
-        batch.stack(sequences, [longest - length for length in cache.lengths])
-        return batch
 
     def masks(
         self,

@@ -99,7 +99,8 @@ def why_plain(
 
     held: positions in it. is_filled: whether it holds anything. sequences: of the prompt.
     """
-    if is_callers_own(cache) and not (adapter.counts_positions or isinstance(cache, CountedCache)):
+    knows_positions = isinstance(cache, CountedCache) or counts_positions(DynamicCache(config=adapter.config))
+    if is_callers_own(cache) and not knows_positions:
         return "on a cache that holds only states, which do not say how much of the prompt they cover"
     if type(cache) not in (DynamicCache, CountedCache):
         return f"on a cache of type {type(cache).__name__}"

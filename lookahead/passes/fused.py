@@ -59,10 +59,12 @@ class Watch:
     def __init__(self, modules: Iterable[nn.Module]):
         places = tensors_of(modules)
         self._places, self._names = [place for place, _, _ in places], [name for _, name, _ in places]
-        self._tensors = [tensor for _, _, tensor in places]
-        self._in_memory = [part for tensor in self._tensors for part in _in_memory(tensor)]
-        self._counted = [tensor for tensor in self._in_memory if not tensor.is_inference()]
-        self._before = _looked_at(self._in_memory, self._counted)
+        self.tensors = [tensor for _, _, tensor in places]
+        """The watched tensors."""
+        self.in_memory = [part for tensor in self.tensors for part in _in_memory(tensor)]
+        """The same, but the inner tensors instead of those that torchao has quantized."""
+        self._counted = [tensor for tensor in self.in_memory if not tensor.is_inference()]
+        self._before = _looked_at(self.in_memory, self._counted)
         self._parts: list[list] = []  # watched tensors and their last properties, once requested
 
     def has_changed(self, part: int | None = None) -> bool:
@@ -70,7 +72,7 @@ class Watch:
 
         Between two passes, caches are cold, so checking everything takes up to half a millisecond.
         """
-        of_all: tuple[list[Any], ...] = self._tensors, self._in_memory, self._counted, *self._before
+        of_all: tuple[list[Any], ...] = self.tensors, self.in_memory, self._counted, *self._before
         seen: Sequence[list[Any]] = (self._places, self._names, *of_all)
         if part is not None:
             if not self._parts:
@@ -84,27 +86,17 @@ class Watch:
         return _looked_at(memory, counted) != tuple(before)
 
     @property
-    def tensors(self) -> list[torch.Tensor]:
-        """The watched tensors."""
-        return self._tensors
-
-    @property
-    def in_memory(self) -> list[torch.Tensor]:
-        """The same, but the inner tensors instead of those that torchao has quantized."""
-        return self._in_memory
-
-    @property
     def is_plain(self) -> bool:
         """Whether all that is watched are parameters, in memory of their own, whose changes torch counts."""
-        return len(self._counted) == len(self._tensors) and all(
+        return len(self._counted) == len(self.tensors) and all(
             type(tensor) is nn.Parameter and tensor is counted
-            for tensor, counted in zip(self._tensors, self._counted, strict=True)
+            for tensor, counted in zip(self.tensors, self._counted, strict=True)
         )
 
     def let_go(self) -> None:
         """Release the tensors until `resume`. Only if it `is_plain`."""
-        self._identities = list(map(id, self._tensors))  # torch swaps no tensor that has weak references
-        self._tensors = self._in_memory = self._counted = []
+        self._identities = list(map(id, self.tensors))  # torch swaps no tensor that has weak references
+        self.tensors = self.in_memory = self._counted = []
         self._parts = []
 
     def resume(self) -> bool:
@@ -112,7 +104,7 @@ class Watch:
         now: list[Any] = list(map(dict.get, self._places, self._names))
         if list(map(id, now)) != self._identities:
             return False
-        self._tensors = self._in_memory = self._counted = now
+        self.tensors = self.in_memory = self._counted = now
         return _looked_at(now, now) == self._before
 
 

@@ -105,8 +105,15 @@ class EagerRunner:
         self._extras = {"output_hidden_states": True} if hidden_states else {}
 
     def join(self, caches: list[LookaheadCache], expected_length: int = 0) -> AnyCache:
-        """Return a cache with all these sequences. Arguments as for `ModelAdapter.join`."""
-        return self.adapter.join(caches, expected_length)
+        """Return one cache for all of these, each of one sequence. A single one is returned as it is.
+
+        expected_length: as for `ModelAdapter.make_cache`.
+        """
+        if len(caches) == 1:
+            return caches[0]
+        batch = self.adapter.make_cache(expected_length)
+        batch.stack(caches)
+        return batch
 
     def begin(self, cache: AnyCache) -> AnyCache:
         """Return a cache with the same prompts, for all steps until `end`."""
@@ -118,10 +125,16 @@ class EagerRunner:
     def eager(self, cache: AnyCache) -> tuple["EagerRunner", AnyCache]:
         """Return a runner of the model's own code, and the cache for its steps, which are single tokens.
 
-        The model makes all masks itself. This one runs no more steps.
+        A batch gets the layout of plain decoding: padding first, so that all sequences end together. So the model makes
+        all masks itself. This one runs no more steps.
         """
         runner = EagerRunner(self.model, self.adapter, self.requested)
-        return runner, cache if len(cache.lengths) == 1 else self.adapter.padded(cache)
+        if len(cache.lengths) == 1:
+            return runner, cache
+        padded, longest = cache.emptied(), max(cache.lengths)
+        sequences = [cache.sequence(b) for b in range(len(cache.lengths))]
+        padded.stack(sequences, [longest - length for length in cache.lengths])
+        return runner, padded
 
     def run(
         self,
