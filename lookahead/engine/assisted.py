@@ -11,6 +11,8 @@ from transformers.utils import ModelOutput
 from lookahead.config import LookaheadConfig
 from lookahead.engine import loop
 from lookahead.engine.engine import Lookahead
+from lookahead.guessing.combine import trials_of
+from lookahead.guessing.source import GuessSource
 from lookahead.models.adapter import UnsupportedModelError
 from lookahead.sources.draft import DraftModelSource
 from lookahead.vocabulary import vocabulary_fingerprint
@@ -46,6 +48,19 @@ def run(
         engine.decode_plainly(model, reason)
         return plain(model, input_ids, **kwargs)
     return loop.run(engine, plain, model, input_ids, draft_model=assistant_model, **kwargs)
+
+
+def sources_with(engine: Lookahead, draft_model: PreTrainedModel) -> list[GuessSource]:
+    """The sources of a call. The last is the assistant model passed to generate().
+
+    All draft models of a wrap share one account in the ledger.
+    """
+    source = DraftModelSource(draft_model, engine.config)
+    trials = trials_of(source)  # not below: it makes a lock, and a fork waits for both
+    with engine.lock:
+        if len(engine.ledger.trials) == len(engine.sources):
+            engine.ledger.enter(source, trials)
+    return [*engine.sources, source]
 
 
 def why_no_draft_model(

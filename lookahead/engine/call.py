@@ -91,7 +91,11 @@ class Call:
         self._generation = generation
         self._prompts = prompts_of(ids, generation, model_kwargs)
         self._texts = [prompt.text for prompt in self._prompts]
-        sources = engine.sources_with(draft_model)
+        sources = engine.sources
+        if draft_model is not None:
+            from lookahead.engine.assisted import sources_with  # other calls have no assistant model
+
+            sources = sources_with(engine, draft_model)
         self._names = engine.ledger.names
         self._recorder = streamer if isinstance(streamer, RecordingStreamer) else None
         if self._recorder is not None:

@@ -11,7 +11,7 @@ from lookahead.compat import is_tensor_parallel
 from lookahead.config import AUTO, LookaheadConfig
 from lookahead.guessing.bigrams import new_pool
 from lookahead.guessing.budget import Pace, WindowTrials
-from lookahead.guessing.combine import Ledger, needs_of, trials_of
+from lookahead.guessing.combine import Ledger, needs_of
 from lookahead.guessing.jacobi import WindowSource
 from lookahead.guessing.pool import PoolSource
 from lookahead.guessing.source import GuessSource, Needs, can_guess
@@ -136,22 +136,6 @@ class Lookahead:
         from lookahead.engine.report import report  # who decodes need not ask
 
         return report(self)
-
-    def sources_with(self, draft_model: PreTrainedModel | None) -> list[GuessSource]:
-        """The sources of a call. The last is the assistant model passed to generate(), if any.
-
-        All draft models of a wrap share one account in the ledger.
-        """
-        if draft_model is None:
-            return self.sources
-        from lookahead.sources.draft import DraftModelSource  # only calls with an assistant model need it
-
-        source = DraftModelSource(draft_model, self.config)
-        trials = trials_of(source)  # not below: it makes a lock, and a fork waits for both
-        with self.lock:
-            if len(self.ledger.trials) == len(self.sources):
-                self.ledger.enter(source, trials)
-        return [*self.sources, source]
 
     @property
     def needs(self) -> Needs:
