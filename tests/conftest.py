@@ -63,7 +63,7 @@ def pytest_collection_finish(session) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def kept_of_models(tmp_path_factory):
-    """Out of the user's cache, and the same for all processes of a run. Costs of tiny models are measured in no time."""
+    """Out of the user's cache, the same for all processes of a run. Costs of tiny models are measured in no time."""
     base = tmp_path_factory.getbasetemp()
     kept = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "kept"
     with pytest.MonkeyPatch.context() as patch:
