@@ -58,6 +58,8 @@ class CallersCache:
             joined = joined.emptied()
             joined.stack(caches, paddings)
         runner.settle(joined)
+        for layer in joined.in_place:  # it was made for the longest text that the call might have written
+            layer.give_back_room()
         self._theirs.layers = joined.layers
         if isinstance(self._theirs, CountedCache):
             self._theirs.length = joined.lengths[0]

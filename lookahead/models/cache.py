@@ -187,6 +187,11 @@ class InPlaceLayer(CacheLayerMixin):
             all_columns = np.zeros(1, np.int64), np.array([self.columns])
             self._move(*all_columns, max(2 * self.at.room, self.columns + new))
 
+    def give_back_room(self) -> None:
+        """Keep room for at most as many columns more as are in use."""
+        if self.is_initialized and self.at.room > (most := max(2 * self.columns, FIRST_CAPACITY)):
+            self._move(np.zeros(1, np.int64), np.array([self.columns]), most)
+
     def _move(self, starts: np.ndarray, stops: np.ndarray, capacity: int) -> None:
         """Move columns starts[b]..stops[b]-1 of each sequence b to the front of new buffers."""
         old = self._keys, self._values

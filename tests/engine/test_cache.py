@@ -179,6 +179,28 @@ def test_returned_cache_continues_plain_decoding():
     assert more.tolist() == expected.tolist()
 
 
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "lfm2"])
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("is_passed_in", [False, True])
+def test_a_cache_that_outlives_its_call_has_no_room_for_what_was_not_written(
+    model_type, batch, is_passed_in, monkeypatch
+):
+    """Whoever keeps, copies or saves it does so with all of its buffers. The next call makes room again."""
+    monkeypatch.setattr(lookahead.models.cache, "FIRST_CAPACITY", 8)
+    model = lookahead.wrap(tiny_model(model_type))
+    ids = torch.randint(3, 97, (1, 20), generator=torch.Generator().manual_seed(1)).repeat(batch, 1)
+    options = {"return_dict_in_generate": True, "eos_token_id": list(range(97))}
+    options |= {"past_key_values": DynamicCache(config=model.config)} if is_passed_in else {}
+    cache = model.generate(ids, max_new_tokens=200, **options).past_key_values
+    held = [layer for layer in cache.layers if isinstance(layer, InPlaceLayer)]
+    assert held
+    assert all(buffer.shape[2] <= 2 * cache.get_seq_length() for layer in held for buffer in layer.buffers)
+    if batch == 1:
+        more = torch.cat([ids, ids + 1], dim=1)
+        text = model.generate(more, past_key_values=cache, max_new_tokens=30, do_sample=False)
+        assert text.tolist() == lookahead.unwrap(model).generate(more, max_new_tokens=30, do_sample=False).tolist()
+
+
 def test_sliding_layer_gives_memory_back_after_a_long_prompt():
     layer = SlidingLayer(16)
     layer.update(states(5000), states(5000))
