@@ -340,3 +340,25 @@ def test_several_passes_on_a_cache_are_differentiated_together(model_type, gener
     assert gradients[0].keys() == gradients[1].keys()
     for name, expected in gradients[0].items():
         torch.testing.assert_close(gradients[1][name], expected, rtol=1e-3, atol=1e-3 * expected.abs().max().item())
+
+
+@pytest.mark.parametrize("model_type", ["lfm2", "gemma3_text", "llama"])
+def test_a_wrapped_assistant_of_plain_decoding_can_take_back_what_was_rejected(model_type, monkeypatch):
+    """transformers tells a cache that is still empty to record its past, and cuts it back after each round."""
+    monkeypatch.setattr(lookahead.models.cache, "FIRST_CAPACITY", 8)  # or windows would seldom move on
+    assistant, model = tiny_model(model_type, seed=4), tiny_model(model_type, seed=3)
+    with torch.no_grad():
+        for own, other in zip(assistant.parameters(), model.parameters(), strict=True):
+            own.copy_(other + 0.03 * torch.randn_like(other) * other.std())
+    ids = random_prompt(random.Random(5), longest=20)
+    options = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None}
+    expected = model.generate(ids, **options)
+    lookahead.wrap(assistant)
+    assert model.generate(ids, assistant_model=assistant, **options).tolist() == expected.tolist()
+    cache = DynamicCache(config=assistant.config)
+    cache.activate_past_recording()
+    written = assistant.generate(ids, past_key_values=cache, **options)
+    cache.crop(-15)
+    kept = written[:, : cache.get_seq_length() + 1]
+    again = assistant.generate(kept, past_key_values=cache, **options | {"max_new_tokens": 15 - 1})
+    assert again.tolist() == lookahead.unwrap(assistant).generate(kept, **options | {"max_new_tokens": 14}).tolist()
