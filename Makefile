@@ -38,9 +38,8 @@ lint: $(WITH_TESTS)
 	$(VENV)/bin/lint-imports --no-cache
 	$(VENV)/bin/mypy
 
-# Tests of servers mostly wait for time to pass, so there is one process more than there are cores.
 test: lint
-	$(VENV)/bin/python -m pytest --numprocesses $$(($$(getconf _NPROCESSORS_ONLN) + 1)) --maxprocesses 4 --dist worksteal
+	$(VENV)/bin/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
 
 # What a change to the engine is checked with first, in three minutes: texts, fused passes, batches, caches, the pool, the
 # layout and the budget of a step, and the planted defects.

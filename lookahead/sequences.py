@@ -176,7 +176,7 @@ class Sequences:
         own = engine
         if sources:
             kind = tuple(map(type, sources))
-            own = replace(engine, source=[*engine.sources, *sources], stats=Stats(), last=Stats(), _running=0)
+            own = replace(engine, source=[*engine.sources, *sources], stats=Stats(), last=Stats())
             own.ledger = self._ledgers.setdefault(kind, own.ledger)
 
         def plain(*args: Any, **given: Any) -> Any:

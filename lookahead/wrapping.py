@@ -134,7 +134,7 @@ def wrap(
         if config is not None or source is not None:
             # The pace, the trials and the graphs belong to the old settings.
             config, source = config or before.config, before.source if source is None else source
-            after = replace(before, config=config, source=source, pace=None, graphs=None, _running=0)
+            after = replace(before, config=config, source=source, pace=None, graphs=None)
         with before.while_idle("wrapped anew"):
             if after is not before:
                 _prepare(model, after)

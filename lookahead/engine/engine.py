@@ -76,7 +76,7 @@ class Lookahead:
     """Bytes of weights read from the blocks of a GGUF file in the last call."""
     lock: Lock = field(default_factory=Lock, repr=False)
     """Guards what several threads write to here."""
-    _running: int = 0  # number of running calls
+    _running: int = field(default=0, init=False)  # number of running calls
     why_not_faster: dict[str, str] = field(default_factory=dict)
     """Reasons against faster passes in the last call, by the name of the passes."""
 

@@ -14,7 +14,7 @@ from transformers import (
 
 from lookahead import compat
 from lookahead.config import MAX_ROWS, LookaheadConfig
-from lookahead.engine.prefill import cache_passed_in, is_new, positions_in, repeats_what_is_cached
+from lookahead.engine.prefill import cache_passed_in, has_new_layers, positions_in, repeats_what_is_cached
 from lookahead.models.adapter import UnsupportedModelError, context_length
 from lookahead.models.layers import hides_in_cache_alone, ropes_of
 from lookahead.models.origin import Foreign, is_own
@@ -106,11 +106,11 @@ def why_plain(
         return "with use_cache=False and prefill_chunk_size"
     cache, mask = cache_passed_in(model_kwargs), model_kwargs.get("attention_mask")
     held, new = positions_in(cache), (ids if embeds is None else embeds).shape[1]
-    is_fresh = not held and (cache is None or is_new(cache))
-    if cache is not None and (not is_fresh or compat.is_callers_own(cache) or type(cache) is not DynamicCache):
+    is_new = not held and (cache is None or has_new_layers(cache))
+    if cache is not None and (not is_new or compat.is_callers_own(cache) or type(cache) is not DynamicCache):
         from lookahead.models.passed_in import why_plain as why_not_on  # other calls begin with an empty one
 
-        if (reason := why_not_on(model, adapter, cache, held, is_fresh, len(ids))) is not None:
+        if (reason := why_not_on(model, adapter, cache, held, is_new, len(ids))) is not None:
             return reason
     is_full = not held or repeats_what_is_cached(ids, generation, model_kwargs)
     if held >= new and is_full:

@@ -58,7 +58,7 @@ def positions_in(cache: Cache | None) -> int:
     return cache.get_seq_length() if cache is not None and counts_positions(cache) else 0
 
 
-def is_new(cache: Cache) -> bool:
+def has_new_layers(cache: Cache) -> bool:
     """Whether no layer has keys and values, or is to record its past. Layers that keep states do not show the first."""
     return not any(
         getattr(layer, "is_initialized", False) or getattr(layer, "record_past", False) for layer in cache.layers

@@ -93,18 +93,18 @@ def bytes_of(cache: Cache) -> int:
 
 
 def why_plain(
-    model: PreTrainedModel, adapter: ModelAdapter, cache: Cache, held: int, is_fresh: bool, sequences: int
+    model: PreTrainedModel, adapter: ModelAdapter, cache: Cache, held: int, is_new: bool, sequences: int
 ) -> str | None:
     """Why lookahead does not decode a call on this cache, or None if it does.
 
-    held: positions in it. is_fresh: whether it holds nothing, and is not to record its past. sequences: of the prompt.
+    held: positions in it. is_new: whether it holds nothing, and is not to record its past. sequences: of the prompt.
     """
-    knows_positions = isinstance(cache, CountedCache) or counts_positions(DynamicCache(config=adapter.config))
-    if is_callers_own(cache) and not knows_positions:
+    is_unknown = is_callers_own(cache) and not isinstance(cache, CountedCache)
+    if is_unknown and not counts_positions(DynamicCache(config=adapter.config)):
         return "on a cache that holds only states, which do not say how much of the prompt they cover"
     if type(cache) not in (DynamicCache, CountedCache):
         return f"on a cache of type {type(cache).__name__}"
-    if not is_fresh and not can_adopt(adapter, cache, model):
+    if not is_new and not can_adopt(adapter, cache, model):
         return (
             "on a cache that records its past, or that this model could not have filled: their kind, length, dtype or "
             "device"
