@@ -15,7 +15,7 @@ BASELINES = (  # methods that write a token per step
 )  # fmt: skip
 OTHERS = (
     "prompt-lookup", "assisted", "lade-15-5-15", "vllm-ngram", "vllm-suffix", "llama-ngram-simple", "llama-ngram-mod",
-    "openvino-lookup", "economize-lookup", "ortgenai-ngram", *PUBLISHED,
+    "openvino-lookup", "economize-lookup", "flashspec-lookup", "ortgenai-ngram", *PUBLISHED,
 )  # fmt: skip
 FAMILIES = {"plain decoding": "tab:gray", "lookahead": "tab:blue", "others' guesses": "tab:orange"}
 

@@ -64,6 +64,7 @@ PEERS = {  # (library, method of its worker)
     "openvino-plain": ("openvino", "plain"),
     "openvino-lookup": ("openvino", "prompt-lookup"),
     "economize-lookup": ("economize", "lookup"),
+    "flashspec-lookup": ("flashspec", "lookup"),
     "ortgenai-plain": ("ortgenai", "plain"),
     "ortgenai-ngram": ("ortgenai", "ngram"),
 }

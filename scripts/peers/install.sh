@@ -2,13 +2,13 @@
 # Make the Python environments of the workers here, DIR/lade and DIR/vllm, or only the named ones. Each needs its own
 # version of transformers, which differs from the one that lookahead uses. Made only if they are named: DIR/llama, with
 # llama.cpp's server built for this processor (by "ik" also that of ik_llama.cpp, which git gets from GitHub),
-# DIR/openvino, DIR/economize and DIR/ortgenai, DIR/clients, for scripts/clients.py, and DIR/server_clients, for
-# scripts/server_clients.py (with npm). Finished environments stay as they are. DIR/vllm and DIR/clients also get
-# lookahead itself, from this working tree.
+# DIR/openvino, DIR/economize, DIR/flashspec and DIR/ortgenai, DIR/clients, for scripts/clients.py, and
+# DIR/server_clients, for scripts/server_clients.py (with npm). Finished environments stay as they are. DIR/vllm and
+# DIR/clients also get lookahead itself, from this working tree.
 #
 #     sh scripts/peers/install.sh DIR [NAME...]
 #
-# NAME: lade, vllm, llama, ik, openvino, economize, ortgenai, clients or server_clients.
+# NAME: lade, vllm, llama, ik, openvino, economize, flashspec, ortgenai, clients or server_clients.
 #
 # For Linux on x86-64, with a C++20 compiler, 5 GB of disk, and 1 to 2 GB more for each of the named ones. llama.cpp takes
 # 15 minutes on two cores; interrupted, its build goes on the next time. PYTHON names a Python 3.11 (default: python3).
@@ -17,7 +17,8 @@
 set -eu
 
 usage() {
-    echo "usage: sh $0 DIR [lade] [vllm] [llama] [ik] [openvino] [economize] [ortgenai] [clients] [server_clients]" >&2
+    echo "usage: sh $0 DIR [lade] [vllm] [llama] [ik] [openvino] [economize] [flashspec] [ortgenai] [clients]" \
+        "[server_clients]" >&2
     exit 2
 }
 [ $# -ge 1 ] || usage
@@ -29,7 +30,7 @@ DIR=$(cd "$1" && pwd)
 shift
 for name in "$@"; do
     case $name in
-        lade | vllm | llama | ik | openvino | economize | ortgenai | clients | server_clients) ;;
+        lade | vllm | llama | ik | openvino | economize | flashspec | ortgenai | clients | server_clients) ;;
         *) usage ;;
     esac
 done
@@ -118,7 +119,7 @@ lookahead_itself() {
 for name in "$@"; do
     case $name in ik) environment llama ;; *) environment "$name" ;; esac
     case $name in
-        lade | openvino | economize | ortgenai) echo "$DIR/$name/bin/python $HERE/${name}_worker.py" ;;
+        lade | openvino | economize | flashspec | ortgenai) echo "$DIR/$name/bin/python $HERE/${name}_worker.py" ;;
         vllm) suffix_trees; lookahead_itself vllm; echo "$DIR/vllm/bin/python $HERE/vllm_worker.py" ;;
         llama) llama_server; echo "$DIR/llama/bin/python $HERE/llama_worker.py" ;;
         ik) llama_server; ik_server; echo "$DIR/llama/bin/python $HERE/llama_worker.py" ;;

@@ -1,4 +1,4 @@
-"""llama.cpp on the CPU: its server, with one slot, and its speculative methods that need no draft model.
+"""llama.cpp on the CPU: its server, with a slot for each prompt at a time, and its speculation without a draft model.
 
 See protocol.py, and install.sh for the environment: the server is built there for the processor that it runs on, and
 llama.cpp's own script converts the model's folder to GGUF (kept in DIR/llama/models; delete it when you like).
@@ -25,6 +25,9 @@ import time
 import urllib.error
 import urllib.request
 from argparse import Namespace
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 from protocol import Answer, Decode, Request, arguments, converted, serve
@@ -34,7 +37,8 @@ OF_FORK = "ik-"
 METHODS = ("plain", "ngram-simple", "ngram-mod", *QUANTIZED, *(f"{OF_FORK}{name}" for name in ("plain", *QUANTIZED)))
 SPECULATION = ("ngram-simple", "ngram-mod")
 TYPES = {"float32": "f32", "bfloat16": "bf16"}
-MOST_POSITIONS = 8192  # the server allocates memory for them
+MOST_POSITIONS = 8192  # of a text alone; the server allocates memory for them
+MOST_OF_EACH = 1024  # of each text, with several slots
 ROOT = Path(sys.prefix)  # the environment that install.sh has made
 SERVER = ROOT / "build" / "bin" / "llama-server"
 FORK = ROOT / "ik"  # by `install.sh DIR ik`
@@ -95,15 +99,16 @@ class Crashed(RuntimeError):
 class Server:
     """A llama-server, of llama.cpp or of its fork. It ends with this process."""
 
-    def __init__(self, program: Path, model: Path, positions: int, threads: int, options: list[str]):
+    def __init__(self, program: Path, model: Path, positions: int, slots: int, threads: int, options: list[str]):
+        """positions: of each slot."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         self._address = f"http://127.0.0.1:{port}"
         command = [
             str(program), "--model", str(model), "--host", "127.0.0.1", "--port", str(port), "--threads", str(threads),
-            "--threads-batch", str(threads), "--ctx-size", str(positions), "--parallel", "1", "--cache-ram", "0",
-            *options,
+            "--threads-batch", str(threads), "--ctx-size", str(slots * positions), "--parallel", str(slots),
+            "--cache-ram", "0", *options,
         ]  # fmt: skip
         try:
             self._begin(command)
@@ -151,13 +156,26 @@ def load(chosen: Namespace) -> tuple[Decode, dict[str, str]]:
             raise FileNotFoundError(f"{path} is missing: make the environment with install.sh")
     model = convert(chosen.model, kind if kind in QUANTIZED else TYPES[chosen.dtype])
     config = json.loads((chosen.model / "config.json").read_text(encoding="utf-8"))
-    positions = min(config["max_position_embeddings"], MOST_POSITIONS)
+    slots = chosen.requests
+    positions = min(config["max_position_embeddings"], MOST_POSITIONS if slots == 1 else MOST_OF_EACH)
     speculation = ["--spec-type", kind] if kind in SPECULATION else []
-    server = Server(program, model, positions, chosen.threads, [] if is_fork else [*speculation, "--offline"])
+    options = [] if is_fork else [*speculation, "--offline"]
+    server = Server(program, model, positions, slots, chosen.threads, options)
+
+    def decode_together(request: Request) -> Answer:
+        """The n-th prompt has the n-th seed, counted from the request's."""
+        seeds = count(request.seed)
+        asked = [body(replace(request, prompts=[prompt], seed=next(seeds))) for prompt in request.prompts]
+        with ThreadPoolExecutor(request.concurrency) as pool:
+            start = time.perf_counter()
+            said = list(pool.map(lambda one: server.ask("completion", one), asked))
+            return Answer([one["tokens"] for one in said], time.perf_counter() - start)
 
     def decode(request: Request) -> Answer:
         if len(request.prompts) > 1:
-            raise ValueError("this worker takes one prompt at a time")
+            if is_fork:
+                raise ValueError("ik_llama.cpp is asked for one prompt at a time")
+            return decode_together(request)
         asked = body(request)
         start = time.perf_counter()
         said = server.ask("completion", asked)

@@ -1,5 +1,6 @@
 """The benchmark: its page, its figures, its peers and its errors."""
 
+import itertools
 import json
 import os
 import re
@@ -12,6 +13,7 @@ from types import SimpleNamespace
 
 import benchmark
 import click
+import compare_batches
 import numpy as np
 import pytest
 import torch
@@ -130,6 +132,23 @@ def report_of(out):
 
 def rows_of(cell):
     return {row["method"]: row for row in cell["table"]}
+
+
+def test_batches_beside_llama(model, prompts, peers, tmp_path):
+    """Each prompt twice, in batches of 1 and 3: the peer gets all of a batch at once, without its padding."""
+    options = ("--prompts", prompts, "--sizes", "1,3", "--samples", "2", "--dtype", "float32", "--device", "cpu")
+    command = [*options, "--max-new-tokens", "4", "--repeats", "1", "--out", tmp_path / "out", "--peers", peers]
+    result = CliRunner().invoke(compare_batches.main, list(map(str, ["--model", model, *command])))
+    assert result.exit_code == 0, result.output
+    rows = {(row["batch"], row["method"]): row for row in report_of(tmp_path / "out")["table"]}
+    assert list(rows) == list(itertools.product((1, 3), ("plain", "fresh pool", "shared pool", "llama.cpp")))
+    assert {rows[size, method]["identical"] for size in (1, 3) for method in compare_batches.OURS} == {4}
+    peer = rows[3, "llama.cpp"]
+    assert (peer["prompts"], peer["identical"], peer["cache_mib"]) == (4, 0, None)
+    assert peer["tokens_per_second"] == 16 / (2 * 0.5)  # two batches of 0.5 s, by the toy
+    refused = CliRunner().invoke(compare_batches.main, list(map(str, ["--model", "gpt2", *command])))
+    assert refused.exit_code == 2
+    assert "--peers needs a --model that is a folder, got gpt2" in refused.output
 
 
 def test_page(model, prompts, tmp_path):

