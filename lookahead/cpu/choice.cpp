@@ -200,19 +200,28 @@ struct Race {
         const double error = SUM_ROUNDING * kept + margin();
         return least > 1 - top_p + error ? 1 : most < 1 - top_p - error ? 0 : -1;
     }
+
+    // Whether min-p keeps a token: 1, 0, or -1 if uncertain. It keeps tokens that have at least this share of the
+    // argmax's chance.
+    int is_likely(long token, double min_p) const {
+        const float share = weights(Floats{} + number(logits[token]))[0];
+        return share > min_p * (1 + margin()) ? 1 : share < min_p * (1 - margin()) ? 0 : -1;
+    }
 };
 
 // The drawn token, or -1 if it is uncertain or there is a NaN. top_k: at most MAX_COUNT; 0 keeps all tokens.
 template <class T>
-static long drawn(const T* logits, const float* variates, long n, float temperature, long top_k, double top_p) {
+static long drawn(const T* logits, const float* variates, long n, float temperature, long top_k, double top_p,
+                  double min_p) {
     Race<T> race{logits, variates, n, temperature};
     if (!race.begin(top_k)) return -1;
     for (float floor = -INFINITY;;) {
         const long token = race.winner(floor);
-        if (token < 0 || top_p >= 1) return token;
-        const int is_left = race.is_left(token, top_p);
-        if (is_left) return is_left > 0 ? token : -1;
-        floor = number(logits[token]);  // top-p does not keep less likely tokens, either
+        if (token < 0) return token;
+        const int is_left = top_p < 1 ? race.is_left(token, top_p) : 1;
+        const int is_likely = min_p > 0 ? race.is_likely(token, min_p) : 1;
+        if (is_left && is_likely) return std::min(is_left, is_likely) > 0 ? token : -1;
+        floor = number(logits[token]);  // they do not keep less likely tokens, either
     }
 }
 
@@ -228,9 +237,9 @@ static long argmax(const T* logits, long n) {
 }
 
 #define FOR(NAME, T)                                                                                              \
-    extern "C" void choose_##NAME(const T* logits, const float* variates, long n, float temperature, long top_k,  \
-                                  double top_p, long* token) {                                                    \
-        *token = variates ? drawn(logits, variates, n, temperature, top_k, top_p) : argmax(logits, n);         \
+    extern "C" void choose_##NAME(const T* logits, const float* variates, long n, float temperature, long top_k, \
+                                  double top_p, double min_p, long* token) {                                     \
+        *token = variates ? drawn(logits, variates, n, temperature, top_k, top_p, min_p) : argmax(logits, n);    \
     }
 
 FOR(float32, float)

@@ -14,7 +14,8 @@ from lookahead.cpu.top_k import MAX_COUNT
 MAX_TOP_K = MAX_COUNT
 STATE_BYTES = 5056  # of torch's generator on the CPU: a Mersenne Twister, and a normal variate kept for later
 _TRIED = 4099  # variates
-_CHOOSE = [ctypes.c_void_p] * 2 + [ctypes.c_long, ctypes.c_float, ctypes.c_long, ctypes.c_double, ctypes.c_void_p]
+_WARP = [ctypes.c_float, ctypes.c_long, ctypes.c_double, ctypes.c_double]
+_CHOOSE = [*[ctypes.c_void_p] * 2, ctypes.c_long, *_WARP, ctypes.c_void_p]
 _choosers = cache(partial(native.kernels, "choose", native.FLOATS, _CHOOSE))
 _DRAW = [ctypes.c_void_p] * 2 + [ctypes.c_long]
 _drawers = cache(partial(native.kernels, "draw", (torch.float32,), _DRAW))
@@ -27,6 +28,7 @@ class Warp(NamedTuple):
     top_k: int = 0
     """Up to MAX_TOP_K. 0: all tokens are left."""
     top_p: float = 1.0
+    min_p: float = 0.0
 
 
 def serves(logits: torch.Tensor) -> bool:
@@ -55,10 +57,8 @@ def drawn(logits: torch.Tensor, variates: np.ndarray, warp: Warp, row: int = 0) 
 
 def _choose(logits: torch.Tensor, row: int, variates: int, warp: Warp) -> int | None:
     token, vocabulary = ctypes.c_long(), logits.shape[-1]
-    _choosers()[logits.dtype](
-        logits.data_ptr() + row * vocabulary * logits.element_size(), variates, vocabulary, warp.temperature,
-        warp.top_k, warp.top_p, ctypes.byref(token),
-    )  # fmt: skip
+    at = logits.data_ptr() + row * vocabulary * logits.element_size()
+    _choosers()[logits.dtype](at, variates, vocabulary, *warp, ctypes.byref(token))
     return token.value if token.value >= 0 else None
 
 

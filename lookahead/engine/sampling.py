@@ -8,7 +8,7 @@ import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -28,6 +28,9 @@ from lookahead.models.origin import is_own
 from lookahead.passes.runner import Output
 from lookahead.step import Step
 
+if TYPE_CHECKING:
+    from lookahead.engine.scores import Hide
+
 # Callbacks that treat each sequence of a batch independently of the others. Not every version of transformers has all.
 _PROCESSORS = (
     "EpsilonLogitsWarper", "EtaLogitsWarper", "ExponentialDecayLengthPenalty", "ForcedBOSTokenLogitsProcessor",
@@ -39,7 +42,7 @@ _PROCESSORS = (
 )  # fmt: skip
 _WARPERS = {  # the field of Warp that each sets
     getattr(logits_process, f"{name}LogitsWarper", None): field
-    for name, field in (("Temperature", "temperature"), ("TopK", "top_k"), ("TopP", "top_p"))
+    for name, field in (("Temperature", "temperature"), ("TopK", "top_k"), ("TopP", "top_p"), ("MinP", "min_p"))
 }
 _CRITERIA = ("EosTokenCriteria", "MaxLengthCriteria", "MaxTimeCriteria", "StopStringCriteria")
 BY_SEQUENCE = {
@@ -135,13 +138,18 @@ class NextTokenRule:
         self.drops_ended = settings.pad_token is not None and not sees_all
         """Whether sequences leave when they have ended. If their scores may be seen, they continue with padding, as in
         plain decoding."""
-        warp = _warp_of(processors) if settings.do_sample else None if processors else Warp()
         ends = _ends(criteria)
-        is_usual = len(ids) == 1 and not sees_all and all(map(_asks_for_tokens, criteria))
-        self.usual = (warp, ends) if is_usual and warp is not None and ends is not None else None
-        """In the usual case, a token depends only on the logits, and no other code sees them."""
-        self.takes_argmax = self.usual is not None and not settings.do_sample
+        is_usual = len(ids) == 1 and not keeps and all(map(_asks_for_tokens, criteria))
+        is_usual &= ids.is_cpu or not processors
+        self.usual = (*_warped(processors, settings.do_sample), ends) if is_usual and ends is not None else None
+        """In the usual case, a token depends only on the scores that some changes make of the logits, and on a warp."""
+        self.takes_argmax = self.usual is not None and not (self.usual[0] or settings.do_sample)
         """Whether the next token is the argmax of the logits, and no other code sees them."""
+
+    @property
+    def length(self) -> int:
+        """Of the prompt and the emitted tokens, in the usual case."""
+        return self._width + len(self.new)
 
     @property
     def ids(self) -> torch.Tensor:
@@ -172,12 +180,20 @@ class NextTokenRule:
         Raises FloatingPointError if all logits are NaN or -inf. In this case, generate() also raises if it samples; in
         greedy decoding, it writes the first token whose logit is NaN.
         """
-        if self.usual is not None and (token := self.choose(logits, row or 0, self.usual[0])) is not None:
-            self.record(token)
-            return [token]
+        scores = None
+        if self.usual is not None:
+            changes, warp, _ = self.usual
+            if changes:
+                from lookahead.engine.scores import changed  # other texts have no such processors
+
+                scores = changed(logits.flatten(0, -2)[row or 0], self, changes)
+            token = self.choose(logits, row or 0, warp) if scores is None else self.choose(scores, 0, warp)
+            if token is not None:
+                self.record(token)
+                return [token]
         from lookahead.engine.torch_choice import emit  # the usual case does not need it
 
-        return emit(self, logits if row is None else logits.flatten(0, -2)[row : row + 1])
+        return emit(self, logits if row is None else logits.flatten(0, -2)[row : row + 1], scores)
 
     def select(self, live: list[int]) -> None:
         """Continue with only these sequences; the others have ended."""
@@ -188,7 +204,7 @@ class NextTokenRule:
     def record(self, token: int) -> None:
         """Record and stream the next token of the only sequence, in the usual case, after it was chosen elsewhere."""
         assert self.usual is not None
-        _, ends = self.usual
+        *_, ends = self.usual
         self.new.append(token)
         is_over = token in ends.tokens or self._width + len(self.new) >= ends.length
         for criterion in ends.own:  # all of them, for they may note what they see
@@ -256,9 +272,9 @@ def _walk_one(rule: NextTokenRule, step: Step, output: Output, first: int) -> tu
         path.append(row)
 
 
-def _warp_of(processors: LogitsProcessorList) -> Warp | None:
+def _warp_of(processors: Sequence[LogitsProcessor]) -> Warp | None:
     """Return what these processors do together; None if there are others, or if their order differs."""
-    names = [_WARPERS.get(type(processor), "") for processor in processors]
+    names = [_WARPERS.get(type(one), "") if goes_by_sequence(one) else "" for one in processors]
     is_usual = names == [name for name in _WARPERS.values() if name in names]
     drops = all(getattr(processor, "filter_value", -math.inf) == -math.inf for processor in processors)
     keeps_one = all(getattr(processor, "min_tokens_to_keep", 1) == 1 for processor in processors)
@@ -266,6 +282,20 @@ def _warp_of(processors: LogitsProcessorList) -> Warp | None:
         return None
     warp = Warp(**{name: getattr(processor, name) for name, processor in zip(names, processors, strict=True)})
     return warp if warp.top_k <= choice.MAX_TOP_K else None
+
+
+def _warped(processors: LogitsProcessorList, draws: bool) -> "tuple[list[LogitsProcessor | Hide], Warp]":
+    """Return what the first processors do, and a warp that stands for the others. draws: a greedy text has no warp."""
+    first, warp = len(processors), Warp()
+    for begin in range(len(processors) if draws else 0):
+        if (found := _warp_of(processors[begin:])) is not None:
+            first, warp = begin, found
+            break
+    if not first:
+        return [], warp
+    from lookahead.engine.scores import changes  # other texts have no such processors
+
+    return changes(processors[:first]), warp
 
 
 def _asks_for_tokens(criterion: StoppingCriteria) -> bool:

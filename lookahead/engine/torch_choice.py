@@ -13,12 +13,12 @@ from lookahead.engine.sampling import NextTokenRule
 from lookahead.step import Step
 
 
-def emit(rule: NextTokenRule, logits: torch.Tensor) -> list[int]:
-    """`NextTokenRule.emit`. logits: [live, vocabulary]."""
+def emit(rule: NextTokenRule, logits: torch.Tensor, changed: torch.Tensor | None = None) -> list[int]:
+    """`NextTokenRule.emit`. logits: [live, vocabulary]. changed: in the usual case, the scores after its changes."""
     settings = rule.settings
     raw = _with_ended(rule, logits.to(dtype=torch.float32, device=rule.ids.device, copy=True))
-    scores = raw
-    for processor in rule.processors:  # as LogitsProcessorList does, which also inspects every signature
+    scores, done = (raw, 0) if changed is None or rule.usual is None else (changed, len(rule.usual[0]))
+    for processor in rule.processors[done:]:  # as LogitsProcessorList does, which also inspects every signature
         scores = processor(rule.ids, scores)
     if rule.scores is not None:
         rule.scores += (scores,)

@@ -672,7 +672,8 @@ def kernels_alone(
     assert choice.argmax(logits) == int(logits[0].float().argmax())
     state, variates = torch.Generator().manual_seed(rng.randint(0, 99)).get_state(), memory.room(logits.shape[1] * 4)
     choice.draw(memory.copy(state), variates.view(np.float32))
-    token = choice.drawn(logits, variates.view(np.float32), choice.Warp(0.7, rng.choice([0, 1, 5]), 0.9))
+    warp = choice.Warp(0.7, rng.choice([0, 1, 5]), 0.9, rng.choice([0, 0.1]))
+    token = choice.drawn(logits, variates.view(np.float32), warp)
     assert token is None or 0 <= token < logits.shape[1]
 
 

@@ -24,9 +24,11 @@ def load(chosen: Namespace) -> tuple[Decode, dict[str, str]]:
     import torch
     from flashspec import BanditConfig, FlashSpecConfig, SamplingConfig, SpeculativeEngine
     from flashspec.engine import NgramDrafter, TargetModel
+    from transformers import AutoModelForCausalLM
 
     ends, device, dtype = end_tokens(chosen.model), torch.device("cpu"), getattr(torch, chosen.dtype)
-    model = TargetModel(str(chosen.model), device, dtype)
+    loaded = AutoModelForCausalLM.from_pretrained(chosen.model, dtype=dtype)  # its own way needs accelerate
+    model = TargetModel(str(chosen.model), device, dtype, model=loaded)
 
     def decode(request: Request) -> Answer:
         (prompt,) = request.prompts

@@ -1,7 +1,8 @@
 """OpenVINO GenAI on the CPU: its pipeline with a scheduler, and its prompt lookup.
 
 See protocol.py, and install.sh for the environment. optimum-intel exports the model's folder, uncompressed (kept in
-DIR/openvino/models; delete it when you like). Passes and the cache are in --dtype; by default the cache has 8 bits.
+DIR/openvino/models; delete it when you like). Passes and the cache are in --dtype, or in float32 on a processor without
+instructions for bf16; by default the cache has 8 bits.
 
 Methods:
 plain          no speculation
@@ -49,7 +50,8 @@ def load(chosen: Namespace) -> tuple[Decode, dict[str, str]]:
     scheduler.enable_prefix_caching = False  # so that a repeated prompt costs as much as the first time
     scheduler.max_num_batched_tokens = config["max_position_embeddings"]  # computes a prompt in one pass
     scheduler.cache_size = CACHE_GIB
-    precision = PRECISIONS[chosen.dtype]
+    has_bf16 = "BF16" in ov.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+    precision = PRECISIONS[chosen.dtype if has_bf16 else "float32"]
     pipeline = genai.LLMPipeline(
         folder, "CPU", scheduler_config=scheduler, INFERENCE_PRECISION_HINT=precision, KV_CACHE_PRECISION=precision,
         INFERENCE_NUM_THREADS=chosen.threads, **({"prompt_lookup": True} if speculates else {}),

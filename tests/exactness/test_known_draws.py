@@ -12,6 +12,7 @@ from test_lossless import check_identical, random_cases, random_prompt
 from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
+    MinPLogitsWarper,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -43,6 +44,7 @@ warps = st.builds(
     st.sampled_from([0.3, 0.7, 1.0, 2.5]),
     st.sampled_from([0, 1, 2, 5, 50, 256]),
     st.sampled_from([1.0, 0.9, 0.4, 0.0]),
+    st.sampled_from([0.0, 0.02, 0.3, 1.0]),
 )
 
 
@@ -55,6 +57,8 @@ def processors_of(warp):
         found.append(TopKLogitsWarper(warp.top_k))
     if warp.top_p < 1:
         found.append(TopPLogitsWarper(warp.top_p))
+    if warp.min_p:
+        found.append(MinPLogitsWarper(warp.min_p))
     return found
 
 
@@ -94,7 +98,7 @@ def test_a_race_is_multinomial(vocabulary, seed, actions, own, warp, dtype):
                     token, known = drawn_by_torch(logits, warp, generator), None
                 assert token == expected
                 if known is not None and len(known):
-                    assert warp[1:] != (0, 1.0) or token == winner(logits.float() / warp.temperature, known[0])
+                    assert warp[1:] != (0, 1.0, 0.0) or token == winner(logits.float() / warp.temperature, known[0])
                     known = known[1:]
         else:
             known = None
@@ -147,7 +151,10 @@ def winner(scores, variates):
     return (scores.float().softmax(-1).numpy() / variates).argmax()
 
 
-@pytest.mark.parametrize("warp", [Warp(), Warp(0.7), Warp(1.3, 50), Warp(0.7, 0, 0.9), Warp(1.0, 40, 0.6)])
+WARPS = Warp(), Warp(0.7), Warp(1.3, 50), Warp(0.7, 0, 0.9), Warp(1.0, 40, 0.6), Warp(0.9, min_p=0.05)
+
+
+@pytest.mark.parametrize("warp", WARPS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_torch_is_seldom_needed(warp, dtype):
     """And what is certain is what torch draws."""

@@ -415,7 +415,10 @@ def test_requests_to_openvino(peer, monkeypatch, tmp_path, method):
             )
             return SimpleNamespace(tokens=[[7, 8, 9]], perf_metrics=metrics)
 
-    monkeypatch.setitem(sys.modules, "openvino", SimpleNamespace(Tensor=lambda ids: ids.tolist()))
+    can, capabilities = ["FP32", "BF16"], lambda device, name: can
+    core = SimpleNamespace(get_property=capabilities)
+    openvino = SimpleNamespace(Tensor=lambda ids: ids.tolist(), Core=lambda: core)
+    monkeypatch.setitem(sys.modules, "openvino", openvino)
     genai = SimpleNamespace(
         LLMPipeline=Pipeline, SchedulerConfig=SimpleNamespace, GenerationConfig=SimpleNamespace,
         TokenizedInputs=lambda ids, mask: (ids, mask),
@@ -438,6 +441,9 @@ def test_requests_to_openvino(peer, monkeypatch, tmp_path, method):
     assert hasattr(asked.config, "max_ngram_size") == ("prompt_lookup" in asked.options) == (method == "prompt-lookup")
     decode(peer("protocol").Request([[5, 6]], 7, 0.7, 3))
     assert (asked.config.do_sample, asked.config.temperature, asked.config.rng_seed) == (True, 0.7, 3)
+    can.remove("BF16")
+    worker.load(chosen_by(method))
+    assert (asked.options["INFERENCE_PRECISION_HINT"], asked.options["KV_CACHE_PRECISION"]) == ("f32", "f32")
     with pytest.raises(ValueError, match="--method has to be one of plain, "):
         worker.load(chosen_by("ngram"))
 
@@ -513,7 +519,7 @@ def test_requests_to_flashspec(peer, monkeypatch):
 
     kinds = dict.fromkeys(("BanditConfig", "FlashSpecConfig", "SamplingConfig"), SimpleNamespace)
     flashspec = SimpleNamespace(SpeculativeEngine=Engine, **kinds)
-    of_engine = SimpleNamespace(NgramDrafter=object, TargetModel=lambda *_: None)
+    of_engine = SimpleNamespace(NgramDrafter=object, TargetModel=lambda *_, **__: None)
     for name, module in (("flashspec", flashspec), ("flashspec.engine", of_engine)):
         monkeypatch.setitem(sys.modules, name, module)
     worker = peer("flashspec_worker")
