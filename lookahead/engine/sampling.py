@@ -76,7 +76,7 @@ class NewTokensCriterion(StoppingCriteria):
 
 
 class Ends(NamedTuple):
-    """What ends a sequence of the usual case."""
+    """What ends a single sequence."""
 
     length: int
     """Of prompt and text."""
@@ -121,7 +121,7 @@ class NextTokenRule:
         self._ids = ids
         self._width = ids.shape[1]
         self.new: list[int] = []
-        """In the usual case, the emitted tokens, of which `_ids` may lack the last ones."""
+        """The emitted tokens of a single sequence, of which `_ids` may lack the last ones."""
         self.scores: tuple[torch.Tensor, ...] | None = () if settings.keep_scores else None
         self.logits: tuple[torch.Tensor, ...] | None = () if settings.keep_logits else None
         self.unfinished = torch.ones(len(ids), dtype=torch.bool, device=ids.device)
@@ -138,17 +138,18 @@ class NextTokenRule:
         self.drops_ended = settings.pad_token is not None and not sees_all
         """Whether sequences leave when they have ended. If their scores may be seen, they continue with padding, as in
         plain decoding."""
-        ends = _ends(criteria)
-        is_usual = len(ids) == 1 and not keeps and all(map(_asks_for_tokens, criteria))
-        is_usual &= ids.is_cpu or not processors
-        self.usual = (*_warped(processors, settings.do_sample), ends) if is_usual and ends is not None else None
-        """In the usual case, a token depends only on the scores that some changes make of the logits, and on a warp."""
-        self.takes_argmax = self.usual is not None and not (self.usual[0] or settings.do_sample)
+        chooses = len(ids) == 1 and not keeps and (ids.is_cpu or not processors)
+        self.choice = _choice_of(processors, settings.do_sample) if chooses else None
+        """How one call of ours chooses the token of a single sequence: what changes its logits, and a warp. None if
+        torch must choose."""
+        self.ends = _ends(criteria) if chooses and all(map(_asks_for_tokens, criteria)) else None
+        """What ends a single sequence; None if criteria must see the ids of each token."""
+        self.takes_argmax = self.choice is not None and not (self.choice[0] or settings.do_sample)
         """Whether the next token is the argmax of the logits, and no other code sees them."""
 
     @property
     def length(self) -> int:
-        """Of the prompt and the emitted tokens, in the usual case."""
+        """Of the prompt and the text of a single sequence."""
         return self._width + len(self.new)
 
     @property
@@ -181,17 +182,16 @@ class NextTokenRule:
         greedy decoding, it writes the first token whose logit is NaN.
         """
         scores = None
-        if self.usual is not None:
-            changes, warp, _ = self.usual
+        if self.choice is not None:
+            changes, warp = self.choice
             if changes:
                 from lookahead.engine.scores import changed  # other texts have no such processors
 
                 scores = changed(logits.flatten(0, -2)[row or 0], self, changes)
             token = self.choose(logits, row or 0, warp) if scores is None else self.choose(scores, 0, warp)
             if token is not None:
-                self.record(token)
-                return [token]
-        from lookahead.engine.torch_choice import emit  # the usual case does not need it
+                return [self.record(token)]
+        from lookahead.engine.torch_choice import emit  # most texts do not need it
 
         return emit(self, logits if row is None else logits.flatten(0, -2)[row : row + 1], scores)
 
@@ -201,10 +201,12 @@ class NextTokenRule:
         if not live and self._race is not None:
             self._race.end()
 
-    def record(self, token: int) -> None:
-        """Record and stream the next token of the only sequence, in the usual case, after it was chosen elsewhere."""
-        assert self.usual is not None
-        *_, ends = self.usual
+    def record(self, token: int) -> int:
+        """Record and stream the next token of a single sequence. Returns what then stands in the text."""
+        if (ends := self.ends) is None:
+            from lookahead.engine.torch_choice import record  # most texts do not need it
+
+            return record(self, token)
         self.new.append(token)
         is_over = token in ends.tokens or self._width + len(self.new) >= ends.length
         for criterion in ends.own:  # all of them, for they may note what they see
@@ -215,6 +217,7 @@ class NextTokenRule:
             self.select([])
         if self.settings.streamer is not None:
             self.settings.streamer.put(torch.tensor([token], device="cpu"))
+        return token
 
     def choose(self, logits: torch.Tensor, row: int, warp: Warp) -> int | None:
         """Choose the next token of a single sequence in one call; None if torch must choose it."""
@@ -262,7 +265,7 @@ def _walk_one(rule: NextTokenRule, step: Step, output: Output, first: int) -> tu
         at = first + path[-1]
         token = argmax[at] if argmax else -1
         if token >= 0:
-            rule.record(token)
+            token = rule.record(token)
         else:
             (token,) = rule.emit(output.logits, at)
         tokens.append(token)
@@ -284,7 +287,7 @@ def _warp_of(processors: Sequence[LogitsProcessor]) -> Warp | None:
     return warp if warp.top_k <= choice.MAX_TOP_K else None
 
 
-def _warped(processors: LogitsProcessorList, draws: bool) -> "tuple[list[LogitsProcessor | Hide], Warp]":
+def _choice_of(processors: LogitsProcessorList, draws: bool) -> "tuple[list[LogitsProcessor | Hide], Warp]":
     """Return what the first processors do, and a warp that stands for the others. draws: a greedy text has no warp."""
     first, warp = len(processors), Warp()
     for begin in range(len(processors) if draws else 0):

@@ -1,7 +1,7 @@
 """The next token as `generate` itself chooses it: by transformers' processors and torch's own functions.
 
-`NextTokenRule` needs it for processors of other kinds, sequences that go in step, scores that are kept, other devices,
-and where rounding might decide.
+`NextTokenRule` needs it for sequences that go in step, scores that are kept, criteria that see ids, other devices, and
+where rounding might decide.
 """
 
 from collections.abc import Sequence
@@ -14,10 +14,13 @@ from lookahead.step import Step
 
 
 def emit(rule: NextTokenRule, logits: torch.Tensor, changed: torch.Tensor | None = None) -> list[int]:
-    """`NextTokenRule.emit`. logits: [live, vocabulary]. changed: in the usual case, the scores after its changes."""
+    """`NextTokenRule.emit`. logits: [live, vocabulary].
+
+    changed: the scores after the changes of `NextTokenRule.choice`, if it has any.
+    """
     settings = rule.settings
     raw = _with_ended(rule, logits.to(dtype=torch.float32, device=rule.ids.device, copy=True))
-    scores, done = (raw, 0) if changed is None or rule.usual is None else (changed, len(rule.usual[0]))
+    scores, done = (raw, 0) if changed is None or rule.choice is None else (changed, len(rule.choice[0]))
     for processor in rule.processors[done:]:  # as LogitsProcessorList does, which also inspects every signature
         scores = processor(rule.ids, scores)
     if rule.scores is not None:
@@ -44,6 +47,13 @@ def emit(rule: NextTokenRule, logits: torch.Tensor, changed: torch.Tensor | None
     return _record(rule, chosen, no_choice)
 
 
+def record(rule: NextTokenRule, token: int) -> int:
+    """`NextTokenRule.record` for criteria that see the ids of each token."""
+    chosen = torch.tensor([token], device=rule.ids.device)
+    (written,) = _record(rule, chosen, torch.zeros_like(chosen, dtype=torch.bool))
+    return written
+
+
 def _record(rule: NextTokenRule, chosen: torch.Tensor, no_choice: torch.Tensor) -> list[int]:
     """Add the chosen tokens to their sequences, see which of these end, and stream them."""
     rule.extend(chosen)
@@ -57,7 +67,7 @@ def _record(rule: NextTokenRule, chosen: torch.Tensor, no_choice: torch.Tensor) 
             "a logits processor are at fault, or the dtype is too narrow"
         )
     emitted = [written[sequence] for sequence in rule.live]
-    if rule.usual is not None:
+    if len(rule.ids) == 1:
         rule.new += emitted
     if rule.drops_ended or not any(unfinished):
         rule.select([sequence for sequence in rule.live if unfinished[sequence]])

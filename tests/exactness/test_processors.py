@@ -16,6 +16,8 @@ from transformers import (
     MinPLogitsWarper,
     NoRepeatNGramLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
+    StoppingCriteria,
+    StoppingCriteriaList,
     SuppressTokensLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
@@ -38,6 +40,17 @@ class Noting(LogitsProcessor):
         self.seen.append(input_ids.tolist())
         self.kept.append((scores, scores.clone()))
         return scores + 0.1 * (len(self.seen) % 3) * torch.linspace(-1, 1, scores.shape[1])
+
+
+class Listing(StoppingCriteria):
+    """Records what it sees, and ends a text after some tokens."""
+
+    def __init__(self):
+        self.seen = []
+
+    def __call__(self, input_ids, scores, **kwargs):
+        self.seen.append(input_ids.tolist())
+        return input_ids[:, -1] % 13 == 0
 
 
 class InPlace(LogitsProcessor):
@@ -68,23 +81,26 @@ MAKERS = {
     names=st.lists(st.sampled_from(list(MAKERS)), max_size=6),
     ends=st.sampled_from([None, 1, [2, 4, 9]]),
     draws=st.booleans(),
+    criterion=st.sampled_from([None, "user", "time"]),
     budget=st.sampled_from([0, 8, "auto"]),
     prompt_seed=st.integers(0, 2**31),
     seed=st.integers(0, 2**31),
 )
-def test_any_processors_in_any_order(family, names, ends, draws, budget, prompt_seed, seed):
-    note(f"{family=} {names=} {ends=} {draws=} {budget=} {prompt_seed=} {seed=}")
+def test_any_processors_in_any_order(family, names, ends, draws, criterion, budget, prompt_seed, seed):
+    note(f"{family=} {names=} {ends=} {draws=} {criterion=} {budget=} {prompt_seed=} {seed=}")
     model, inputs = known_model(family, 1), left_pad([random_prompt(random.Random(prompt_seed))])
     options = {"max_new_tokens": 25, "do_sample": draws, "top_k": 0, "eos_token_id": ends}
+    options |= {"max_time": 1000.0} if criterion == "time" else {}
 
     def run():
         mine = LogitsProcessorList(MAKERS[name]() for name in names)
+        stops = StoppingCriteriaList([Listing()] if criterion == "user" else [])
         torch.manual_seed(seed)
-        text = model.generate(**inputs, **options, logits_processor=mine).tolist()
+        text = model.generate(**inputs, **options, logits_processor=mine, stopping_criteria=stops).tolist()
         noting = [one for one in mine if isinstance(one, Noting)]
         for first, second in (pair for one in noting for pair in one.kept):
             assert torch.equal(first, second), "scores that a processor keeps have changed"
-        return text, [one.seen for one in noting], torch.get_rng_state().tolist()
+        return text, [one.seen for one in [*noting, *stops]], torch.get_rng_state().tolist()
 
     expected = run()
     lookahead.wrap(model, LookaheadConfig(budget=budget))
@@ -104,8 +120,10 @@ def test_any_processors_in_any_order(family, names, ends, draws, budget, prompt_
         {"do_sample": True, "top_k": 0, "min_p": 0.05},
         {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.2},
         {"logits_processor": LogitsProcessorList([InPlace()])},
+        {"do_sample": True, "top_k": 20, "top_p": 0.9, "stopping_criteria": StoppingCriteriaList([Listing()])},
+        {"max_time": 1000.0, "min_new_tokens": 20},
     ],
-    ids=["new", "hidden", "repetition", "min p", "warps", "user"],
+    ids=["new", "hidden", "repetition", "min p", "warps", "user", "criterion", "time"],
 )
 def test_torch_does_not_choose_after_processors(options, monkeypatch):
     """torch takes several times as long to choose a token as one call of ours."""
