@@ -21,9 +21,11 @@ from ngram_pool import GuessTree, Origin
 # Errors grow with the number of layers. In float32, 1.1e-5 was seen in a trained model of 30 layers. Logits that depend
 # on other rows, because these share a scale or an expert's capacity, differ by far more.
 LARGEST_ROUNDING = 1e-4
+LARGEST_MOVE = 2.5e-4  # More would hide that a model rounds its activations to few bits.
 GROSS_ERROR = 0.2  # A median error this large comes neither from rounding nor from quantization.
 LONG_TEXT = 384  # tokens after which foreign code is also probed
-NOISY_PASSES = 2  # A single one sometimes changes a row too little.
+NOISY_PASSES = 2  # A single one sometimes changes a row too little,
+MORE_NOISY_PASSES = 6  # and so do two, if rounding changes some rows of a model a lot.
 
 
 @contextmanager
@@ -88,7 +90,7 @@ class PlainRows:
     """How much rounding alone changes each row (`row_errors`), float64 [rows]."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Trial:
     """Prompts and steps to probe passes with, and plain decoding's logits for them."""
 
@@ -96,6 +98,8 @@ class Trial:
     """For each sequence: the tokens of its prompt."""
     rounds: list[list[tuple[Step, list[int], PlainRows]]]
     """For each pass and sequence: a step and its accepted path."""
+    lines: "list[_Line]"
+    """All lines of tokens, to measure noise with; [] once there is no more to measure."""
     errors: torch.Tensor
     """Errors of rows (`row_errors`) between one pass over all lines of tokens and plain decoding, float64 [rows]."""
 
@@ -117,6 +121,8 @@ def compare_with_plain(
         trial = _trial(runner.model, runner.adapter, sequences, trials)
         with as_in_generate(runner.model):
             wrong = _compare_with_plain(runner, trial)
+            if wrong is not None and _measure_more_noise(runner.model, runner.adapter, trial):
+                wrong = _compare_with_plain(runner, trial)
             if wrong is None and also_long:
                 wrong = _compare_with_plain(runner, _long_trial(runner.model, runner.adapter, sequences, trial))
             return wrong
@@ -194,7 +200,7 @@ def _plain_trial(
     last = lay_out(tokens[0, 19], GuessTree.empty())
     prompts: list[tuple[list[int], PlainRows]] = []
     rounds: list[list[tuple[Step, list[int], PlainRows]]] = [[], [], []]
-    lines: list[tuple[list[int], list[_Place]]] = []
+    lines: list[_Line] = []
     for b, of_sequence in enumerate(tokens):
         text = earlier[b] + of_sequence[: 6 - 2 * b].tolist()
         cache = DynamicCache(config=adapter.config)
@@ -212,60 +218,98 @@ def _plain_trial(
             cache, text = after[path[-1]], text + step.ids[path].tolist()
             places += [(plain, i) for i in path]
     if noise is None:
-        return Trial(prompts, rounds, _measure_noise(model, adapter, lines))
+        return Trial(prompts, rounds, lines, _measure_noise(model, adapter, lines))
     for plain in [rows for _, rows in prompts] + [rows for plan in rounds for *_, rows in plan]:
         plain.noise.fill_(noise)
-    return Trial(prompts, rounds, torch.zeros(0, dtype=torch.float64, device="cpu"))
+    return Trial(prompts, rounds, [], torch.zeros(0, dtype=torch.float64, device="cpu"))
 
 
 _Place = tuple[PlainRows, int]  # a row, and plain decoding's logits for it
+_Line = tuple[list[int], list[_Place]]  # tokens, and the row of each of them
 
 
 def _without_noise(logits: torch.Tensor) -> PlainRows:
     return PlainRows(logits, torch.zeros(len(logits), dtype=torch.float64, device="cpu"))
 
 
-def _measure_noise(
-    model: PreTrainedModel, adapter: ModelAdapter, lines: list[tuple[list[int], list[_Place]]]
-) -> torch.Tensor:
+def _measure_noise(model: PreTrainedModel, adapter: ModelAdapter, lines: list[_Line]) -> torch.Tensor:
     """Set the noise of all rows, and return `Trial.errors`.
-
-    lines: tokens, and the row of each of them.
 
     In half precision, rounding changes some rows of a trained model ten times as much as others. So each row has its
     own noise: the error of plain passes over the whole lines, with the embeddings changed by one rounding. In full
-    precision, the noise of all rows is the largest error of such a pass. If it is more than rounding, it is the largest
-    error between plain passes of several shapes.
+    precision, the noise of all rows is the largest error of such a pass. If it is more than is usual, it is the largest
+    error between plain passes of several shapes, and between passes whose embeddings differ by one rounding.
     """
-    longest = max(len(places) for _, places in lines)
-    ids = torch.tensor([[*line, *[0] * (longest - len(line))] for line, _ in lines], device="cpu")
-    every = [place for _, places in lines for place in places]
-    expected = torch.stack([plain.logits[row] for plain, row in every])
-
-    def errors_at_once() -> torch.Tensor:
-        logits = plain_logits(model, adapter, ids)
-        of_lines = [rows[: len(places)] for rows, (_, places) in zip(logits, lines, strict=True)]
-        return row_errors(torch.cat(of_lines), expected).cpu()
-
     if is_half(model.dtype):
-        errors = torch.zeros(len(every), dtype=torch.float64, device="cpu")
-        for seed in range(NOISY_PASSES):
-            with _moved_embeddings(model, seed):
-                errors = torch.maximum(errors, errors_at_once())
-        noise = errors.clone()
-        if noise.median() >= GROSS_ERROR:  # for example, the model ignores its cache
-            noise.zero_()
+        errors = noise = _noisy_errors(model, adapter, lines, range(NOISY_PASSES))
+        # For example, the model ignores its cache. In some trained models, rounding alone changes rows as much.
+        if noise.median() >= GROSS_ERROR and 10 * _moved_errors(model, adapter, lines).median() < noise.median():
+            noise = torch.zeros_like(noise)
     else:
-        errors = noise = errors_at_once()
+        errors = noise = _errors_at_once(model, adapter, lines)
         if not errors.max() < LARGEST_ROUNDING / 4:  # `tolerance` is 4 times as large
             from lookahead.passes import shapes
 
-            noise = shapes.noise(model, adapter, ids)
+            moved = _moved_errors(model, adapter, lines).clamp(max=LARGEST_MOVE)
+            noise = torch.cat([shapes.noise(model, adapter, _ids_of(lines)), moved])
+    _set_noise(model, adapter, lines, noise)
+    return errors
+
+
+def _measure_more_noise(model: PreTrainedModel, adapter: ModelAdapter, trial: Trial) -> bool:
+    """Measure the noise of a trial by more passes, once. Returns whether there was more to measure."""
+    if not (trial.lines and is_half(model.dtype)) or not any(rows.noise.any() for _, rows in trial.prompts):
+        return False
+    passes = range(NOISY_PASSES, NOISY_PASSES + MORE_NOISY_PASSES)
+    _set_noise(model, adapter, trial.lines, _noisy_errors(model, adapter, trial.lines, passes))
+    trial.lines = []
+    return True
+
+
+def _set_noise(model: PreTrainedModel, adapter: ModelAdapter, lines: list[_Line], noise: torch.Tensor) -> None:
+    """Set the noise of each row of the lines to at least this."""
+    every = [place for _, places in lines for place in places]
     if adapter.has_state or not is_half(model.dtype):  # a state hands the error of a row on to the next ones
         noise = noise.max().repeat(len(every))
     for (plain, row), of_row in zip(every, noise, strict=True):
         plain.noise[row] = max(plain.noise[row], of_row)
-    return errors
+
+
+def _ids_of(lines: list[_Line]) -> torch.Tensor:
+    """The tokens of all lines, filled up to the longest: int64 [lines, longest]."""
+    longest = max(len(places) for _, places in lines)
+    return torch.tensor([[*line, *[0] * (longest - len(line))] for line, _ in lines], device="cpu")
+
+
+def _rows_at_once(model: PreTrainedModel, adapter: ModelAdapter, lines: list[_Line]) -> torch.Tensor:
+    """The logits of one pass over all lines, for each of their tokens."""
+    logits = plain_logits(model, adapter, _ids_of(lines))
+    return torch.cat([rows[: len(places)] for rows, (_, places) in zip(logits, lines, strict=True)])
+
+
+def _errors_at_once(model: PreTrainedModel, adapter: ModelAdapter, lines: list[_Line]) -> torch.Tensor:
+    """Errors of rows between one pass over all lines and plain decoding."""
+    expected = torch.stack([plain.logits[row] for _, places in lines for plain, row in places])
+    return row_errors(_rows_at_once(model, adapter, lines), expected).cpu()
+
+
+def _noisy_errors(model: PreTrainedModel, adapter: ModelAdapter, lines: list[_Line], seeds: range) -> torch.Tensor:
+    """The largest `_errors_at_once` of each row, with embeddings changed from each of these seeds."""
+    errors = []
+    for seed in seeds:
+        with _moved_embeddings(model, seed):
+            errors.append(_errors_at_once(model, adapter, lines))
+    return torch.stack(errors).amax(0)
+
+
+def _moved_errors(model: PreTrainedModel, adapter: ModelAdapter, lines: list[_Line]) -> torch.Tensor:
+    """Errors of rows between passes of the same shape, whose embeddings differ by one rounding."""
+    expected = _rows_at_once(model, adapter, lines)
+    errors = []
+    for seed in range(NOISY_PASSES):
+        with _moved_embeddings(model, seed):
+            errors.append(row_errors(_rows_at_once(model, adapter, lines), expected).cpu())
+    return torch.stack(errors).amax(0)
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from bench.tiny_models import random_model, tiny_config
 from lookahead import LookaheadConfig, UnsupportedModelError
 from lookahead.models.layers import read_config
 from lookahead.passes import probe
-from lookahead.passes.capabilities import find_adapter
+from lookahead.passes.capabilities import can_batch, find_adapter
 from lookahead.passes.conditions import same_without_cache
 from lookahead.passes.runner import EagerRunner
 
@@ -136,6 +136,65 @@ def test_scans_are_not_taken_for_dependence(model_type):
     """Over several rows they round by more than attention does."""
     for window in (8, 40):
         assert find_adapter(random_model(tiny_config(model_type, window))).row_dependence == 0
+
+
+def sharp(model_type: str, by: float):
+    """A model whose attention is so sharp that it makes rounding ten times what is usual, as in some trained models."""
+    model = tiny_model(model_type)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "q_norm" in name or "k_norm" in name:
+                weight.add_(by)
+    return model
+
+
+SHARP = [("gemma3_text", 23.0), ("gemma3_text", 99.0), ("qwen3", 23.0)]
+
+
+@pytest.mark.parametrize(("model_type", "by"), SHARP)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_models_that_make_rounding_grow(model_type, by, dtype):
+    model = sharp(model_type, by).to(dtype)
+    adapter = find_adapter(model)
+    assert (adapter.can_branch, adapter.splits_attention, adapter.row_dependence) == (True, True, 0)
+    assert can_batch(model, adapter)
+    if dtype == torch.float32:
+        expected = model.generate(IDS.expand(2, -1), **GREEDY)
+        assert lookahead.wrap(model).generate(IDS.expand(2, -1), **GREEDY).tolist() == expected.tolist()
+        assert not model.lookahead.last.plain
+
+
+@pytest.mark.parametrize(("model_type", "by"), SHARP)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sequences", [1, 2])
+def test_a_mask_that_such_models_ignore_is_noticed(model_type, by, dtype, sequences):
+    model = sharp(model_type, by).to(dtype)
+    inner = model.model.forward
+
+    def deaf(*args, attention_mask=None, **kwargs):
+        has_layout = isinstance(attention_mask, dict) or (attention_mask is not None and attention_mask.ndim == 4)
+        return inner(*args, attention_mask=None if has_layout else attention_mask, **kwargs)
+
+    model.model.forward = deaf
+    assert "not honoured" in probe.compare_with_plain(EagerRunner(model, read_config(model)), sequences)
+
+
+def test_more_noise_is_measured_once(monkeypatch):
+    """In half precision, two passes may move a row less than a pass of several rows does."""
+    model = tiny_model("llama").bfloat16()
+    runner, trials = EagerRunner(model, read_config(model)), {}
+    assert probe.compare_with_plain(runner, trials=trials) is None
+    (trial,) = trials.values()
+    before = [rows.noise.clone() for _, rows in trial.prompts]
+    noisy = probe._noisy_errors
+    measured = []
+    monkeypatch.setattr(probe, "_noisy_errors", lambda *args: measured.append(args) or noisy(*args))
+    wrong = iter(["wrong", None, "wrong"])
+    monkeypatch.setattr(probe, "_compare_with_plain", lambda *_: next(wrong))
+    assert probe.compare_with_plain(runner, trials=trials) is None
+    assert probe.compare_with_plain(runner, trials=trials) == "wrong"
+    assert len(measured) == 1
+    assert all((rows.noise >= old).all() for (_, rows), old in zip(trial.prompts, before, strict=True))
 
 
 def sparse(model):
