@@ -24,7 +24,7 @@ from transformers.generation import (
 from lookahead.cpu import choice
 from lookahead.cpu.choice import Warp
 from lookahead.engine.draws import KNOWN_DRAWS, Race
-from lookahead.models.origin import is_own
+from lookahead.models.origin import is_wholly_own
 from lookahead.passes.runner import Output
 from lookahead.step import Step
 
@@ -55,7 +55,7 @@ BY_SEQUENCE = {
 
 def goes_by_sequence(callback: object) -> bool:
     """Whether a processor or criterion is of BY_SEQUENCE and is transformers' own code."""
-    return type(callback) in BY_SEQUENCE and is_own(type(callback).__call__)  # type: ignore[operator]  # it is called
+    return type(callback) in BY_SEQUENCE and is_wholly_own(type(callback).__call__)  # type: ignore[operator]  # called
 
 
 def for_sequence(processor: LogitsProcessor, b: int) -> LogitsProcessor:
@@ -138,14 +138,22 @@ class NextTokenRule:
         self.drops_ended = settings.pad_token is not None and not sees_all
         """Whether sequences leave when they have ended. If their scores may be seen, they continue with padding, as in
         plain decoding."""
-        chooses = len(ids) == 1 and not keeps and (ids.is_cpu or not processors)
-        self.choice = _choice_of(processors, settings.do_sample) if chooses else None
-        """How one call of ours chooses the token of a single sequence: what changes its logits, and a warp. None if
-        torch must choose."""
-        self.ends = _ends(criteria) if chooses and all(map(_asks_for_tokens, criteria)) else None
-        """What ends a single sequence; None if criteria must see the ids of each token."""
+        self._chooses = len(ids) == 1 and not sees_all and (ids.is_cpu or not processors)
+        self._asks = self._chooses and all(map(_asks_for_tokens, criteria))
+        shown = settings.streamer is not None and not type(settings.streamer).__module__.startswith("transformers.")
+        self._is_watched = self._chooses and (shown or not self._asks)
+        """Whether other code runs between tokens. It may set fields of processors and criteria."""
+        self._look()
         self.takes_argmax = self.choice is not None and not (self.choice[0] or settings.do_sample)
         """Whether the next token is the argmax of the logits, and no other code sees them."""
+
+    def _look(self) -> None:
+        """Read the fields of processors and criteria."""
+        self.choice = _choice_of(self.processors, self.settings.do_sample) if self._chooses else None
+        """How a token of a single sequence is chosen without torch: what makes scores of its logits, and a warp. None
+        if torch must choose it."""
+        self.ends = _ends(self.criteria) if self._asks else None
+        """What ends a single sequence; None if criteria must see the ids of each token."""
 
     @property
     def length(self) -> int:
@@ -182,6 +190,8 @@ class NextTokenRule:
         greedy decoding, it writes the first token whose logit is NaN.
         """
         scores = None
+        if self._is_watched:
+            self._look()
         if self.choice is not None:
             changes, warp = self.choice
             if changes:
@@ -203,6 +213,8 @@ class NextTokenRule:
 
     def record(self, token: int) -> int:
         """Record and stream the next token of a single sequence. Returns what then stands in the text."""
+        if self._is_watched:
+            self._look()
         if (ends := self.ends) is None:
             from lookahead.engine.torch_choice import record  # most texts do not need it
 
@@ -288,7 +300,10 @@ def _warp_of(processors: Sequence[LogitsProcessor]) -> Warp | None:
 
 
 def _choice_of(processors: LogitsProcessorList, draws: bool) -> "tuple[list[LogitsProcessor | Hide], Warp]":
-    """Return what the first processors do, and a warp that stands for the others. draws: a greedy text has no warp."""
+    """Return what makes scores of logits, as the first of these processors do, and a warp that stands for the rest.
+
+    draws: whether tokens are drawn; otherwise the warp is that of all tokens.
+    """
     first, warp = len(processors), Warp()
     for begin in range(len(processors) if draws else 0):
         if (found := _warp_of(processors[begin:])) is not None:
@@ -315,7 +330,7 @@ def _ends(criteria: StoppingCriteriaList) -> Ends | None:
         ):
             ends = ends._replace(length=min(ends.length, criterion.max_length))
         elif type(criterion) is EosTokenCriteria:
-            ends = ends._replace(tokens=ends.tokens | set(criterion.eos_token_id.tolist()))
+            ends = ends._replace(tokens=ends.tokens | set(criterion.eos_token_id.flatten().tolist()))
         elif isinstance(criterion, NewTokensCriterion):
             ends.own.append(criterion)
         else:

@@ -1,7 +1,7 @@
 """The next token as `generate` itself chooses it: by transformers' processors and torch's own functions.
 
-`NextTokenRule` needs it for sequences that go in step, scores that are kept, criteria that see ids, other devices, and
-where rounding might decide.
+`NextTokenRule` needs it for processors of users, sequences that go in step, scores that are kept, criteria that see
+ids, other devices, and where rounding might decide.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,8 @@ def emit(rule: NextTokenRule, logits: torch.Tensor, changed: torch.Tensor | None
         rule.scores += (scores,)
     if rule.logits is not None:
         rule.logits += (raw,)
-    token = rule.choose(scores, 0, Warp()) if len(scores) == 1 else None
+    is_usual = scores.dtype == torch.float32 and scores.ndim == 2 and len(scores) == 1
+    token = rule.choose(scores, 0, Warp()) if is_usual else None
     if token is not None:
         chosen, no_choice = scores.new_tensor([token], dtype=torch.long), scores.new_tensor([False])
     elif settings.do_sample:

@@ -60,16 +60,20 @@ class Foreign(NamedTuple):
         return f"{self.place} is {name} of {getattr(self.found, '__module__', None) or type(self.found).__module__}"
 
 
+MOST_INNER = 16  # partial objects in one another; a mock has an attribute of any name, for ever
+
+
 def function_of(found: Any) -> Any:
     """What a method, a property or a partial object calls."""
-    while True:
-        for name in ("__func__", "func", "fget"):
-            inner = getattr(found, name, None) if not isinstance(found, FunctionType) else None
-            if inner is not None:
-                found = inner
-                break
-        else:
-            return found
+    for _ in range(MOST_INNER):
+        if isinstance(found, FunctionType):
+            break
+        inner = (getattr(found, name, None) for name in ("__func__", "func", "fget"))
+        called = next((one for one in inner if one is not None), None)
+        if called is None:
+            break
+        found = called
+    return found
 
 
 def code_of(found: Any) -> CodeType | None:
@@ -152,6 +156,11 @@ def is_defined(cls: type) -> bool:
 
 
 _IN_C = (torch.Tensor, *torch.Tensor.__mro__)
+
+
+def is_wholly_own(function: Any) -> bool:
+    """Whether torch or transformers, or Python, defines a function, and those that decorators have wrapped in it."""
+    return is_own(function) and all(map(is_own, _inner(function_of(function))))
 
 
 def is_own(function: Any) -> bool:

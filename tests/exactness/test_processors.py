@@ -2,6 +2,7 @@
 
 import random
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from transformers import (
     TopPLogitsWarper,
     TypicalLogitsWarper,
 )
+from transformers.generation import EosTokenCriteria
 
 import lookahead
 from lookahead import LookaheadConfig
@@ -119,11 +121,10 @@ def test_any_processors_in_any_order(family, names, ends, draws, criterion, budg
         {"repetition_penalty": 1.2, "no_repeat_ngram_size": 3},
         {"do_sample": True, "top_k": 0, "min_p": 0.05},
         {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.2},
-        {"logits_processor": LogitsProcessorList([InPlace()])},
         {"do_sample": True, "top_k": 20, "top_p": 0.9, "stopping_criteria": StoppingCriteriaList([Listing()])},
         {"max_time": 1000.0, "min_new_tokens": 20},
     ],
-    ids=["new", "hidden", "repetition", "min p", "warps", "user", "criterion", "time"],
+    ids=["new", "hidden", "repetition", "min p", "warps", "criterion", "time"],
 )
 def test_torch_does_not_choose_after_processors(options, monkeypatch):
     """torch takes several times as long to choose a token as one call of ours."""
@@ -136,6 +137,162 @@ def test_torch_does_not_choose_after_processors(options, monkeypatch):
     try:
         torch.manual_seed(0)
         assert torch.equal(model.generate(ids, **options), expected)
+    finally:
+        lookahead.unwrap(model)
+
+
+class Control(LogitsProcessor):
+    """Sets a field of another processor or criterion, from a few values in turn."""
+
+    def __init__(self, of, name, values):
+        self.of, self.name, self.values, self.calls = of, name, values, 0
+
+    def __call__(self, ids, scores):
+        setattr(self.of, self.name, self.values[self.calls % len(self.values)])
+        self.calls += 1
+        return scores
+
+
+class ControlAfter(Control, StoppingCriteria):
+    def __call__(self, ids, scores, **kwargs):
+        super().__call__(ids, scores)
+        return torch.zeros(len(ids), dtype=torch.bool)
+
+
+class ControlWhenShown(Control):
+    """A streamer."""
+
+    def put(self, ids):
+        self(ids, None)
+
+    def end(self):
+        pass
+
+
+FIELDS = {
+    "temperature": (lambda: TemperatureLogitsWarper(1.0), [0.3, 3.0]),
+    "top_k": (lambda: TopKLogitsWarper(3), [2, 90]),
+    "top_p": (lambda: TopPLogitsWarper(0.9), [0.2, 1.0]),
+    "min_p": (lambda: MinPLogitsWarper(0.1), [0.9, 0.0]),
+    "suppress_tokens": (lambda: SuppressTokensLogitsProcessor([1]), [torch.arange(60), torch.arange(40, 97)]),
+    "min_length": (lambda: MinLengthLogitsProcessor(99, list(range(80))), [0, 99]),
+    "eos_token_id": (lambda: EosTokenCriteria(torch.tensor([1])), [torch.tensor([1]), torch.arange(40)]),
+}
+
+
+@pytest.mark.parametrize("by", [Control, ControlAfter, ControlWhenShown])
+@pytest.mark.parametrize("field", list(FIELDS))
+def test_fields_may_change_at_each_token(field, by):
+    """For example, a temperature that goes by the text so far."""
+    model, ids = known_model("llama", 1), torch.tensor([[5, 6, 7, 8, 5, 6, 7]])
+
+    def run():
+        make, values = FIELDS[field]
+        changed = make()
+        control = by(changed, field, values)
+        ends = [one for one in (changed, control) if isinstance(one, StoppingCriteria)]
+        processors = [one for one in (control, changed) if isinstance(one, LogitsProcessor) and one not in ends]
+        streamer = control if by is ControlWhenShown else None
+        processors = [one for one in processors if one is not streamer]
+        torch.manual_seed(1)
+        ids_after = model.generate(
+            ids, max_new_tokens=30, do_sample=True, top_k=0, logits_processor=LogitsProcessorList(processors),
+            stopping_criteria=StoppingCriteriaList(ends), streamer=streamer,
+        )  # fmt: skip
+        return ids_after.tolist(), control.calls
+
+    expected = run()
+    lookahead.wrap(model, LookaheadConfig(budget=8))
+    try:
+        assert run() == expected
+        assert not model.lookahead.last.plain
+    finally:
+        lookahead.unwrap(model)
+
+
+def of_no_grad(table):
+    class Decorated(LogitsProcessor):
+        @torch.no_grad()
+        def __call__(self, ids, scores):
+            return table[ids[0, -1]][None]
+
+    return Decorated()
+
+
+def of_a_module(table):
+    module = torch.nn.Module()
+    module.forward = lambda ids, scores: table[ids[0, -1]][None]
+    return module
+
+
+def of_a_mock(table):
+    return mock.MagicMock(side_effect=lambda ids, scores: table[ids[0, -1]][None])
+
+
+@pytest.mark.parametrize("make", [of_no_grad, of_a_module, of_a_mock])
+def test_what_a_processor_returns_is_its_own(make):
+    model, ids = known_model("llama", 1), torch.tensor([[5, 6, 7, 8, 5, 6, 7]])
+    table = torch.randn(97, 97, generator=torch.Generator().manual_seed(0))
+    before = table.clone()
+
+    def run():
+        mine = LogitsProcessorList([make(table), MinNewTokensLengthLogitsProcessor(7, 8, list(range(90)))])
+        return model.generate(ids, max_new_tokens=20, do_sample=False, logits_processor=mine).tolist()
+
+    expected = run()
+    lookahead.wrap(model, LookaheadConfig(budget=8))
+    try:
+        assert run() == expected
+    finally:
+        lookahead.unwrap(model)
+    assert torch.equal(table, before)
+
+
+ODD = {
+    "no ends": lambda: MinLengthLogitsProcessor(20, []),
+    "no new ends": lambda: MinNewTokensLengthLogitsProcessor(7, 20, []),
+    "floats": lambda: MinLengthLogitsProcessor(20, torch.tensor([5.0, 6.0])),
+    "halves": lambda: SuppressTokensLogitsProcessor([0.5, 1.5, 2.5, 3.5]),
+    "one end": lambda: MinLengthLogitsProcessor(20, torch.tensor(5)),
+    "bytes": lambda: MinLengthLogitsProcessor(20, torch.tensor([5, 6], dtype=torch.uint8)),
+}
+
+
+@pytest.mark.parametrize("name", list(ODD))
+def test_odd_fields(name):
+    model, ids = known_model("llama", 1), torch.tensor([[5, 6, 7, 8, 5, 6, 7]])
+    stops = StoppingCriteriaList([EosTokenCriteria(torch.tensor(50))])  # a number
+
+    def run():
+        torch.manual_seed(0)
+        mine = LogitsProcessorList([ODD[name]()])
+        return model.generate(ids, max_new_tokens=20, do_sample=True, logits_processor=mine, stopping_criteria=stops)
+
+    expected = run()
+    lookahead.wrap(model, LookaheadConfig(budget=8))
+    try:
+        assert torch.equal(run(), expected)
+    finally:
+        lookahead.unwrap(model)
+
+
+@pytest.mark.parametrize("patched", [torch.no_grad(), lambda call: call, lambda call: mock.MagicMock(side_effect=call)])
+@pytest.mark.parametrize("kind", ["suppress", "length", "top k", "min p"])
+def test_patched_classes_are_called(kind, patched, monkeypatch):
+    model, ids = known_model("llama", 1), torch.tensor([[5, 6, 7, 8, 5, 6, 7]])
+    processor = MAKERS[kind]()
+    call = patched(lambda *args: args[-1].roll(1, -1))
+    monkeypatch.setattr(type(processor), "__call__", call)
+
+    def run():
+        torch.manual_seed(0)
+        mine = LogitsProcessorList([processor])
+        return model.generate(ids, max_new_tokens=20, do_sample=True, top_k=0, logits_processor=mine)
+
+    expected = run()
+    lookahead.wrap(model, LookaheadConfig(budget=8))
+    try:
+        assert torch.equal(run(), expected)
     finally:
         lookahead.unwrap(model)
 
@@ -163,9 +320,3 @@ def test_tokens_are_hidden_as_by_transformers(tokens, length, least, prompt, val
         expected = one(ids, row[None].clone())
         assert torch.equal(scores.changed(row, rule, [change]).nan_to_num(7.0), expected.nan_to_num(7.0))
     assert torch.equal(row.nan_to_num(7.0), torch.tensor(values).nan_to_num(7.0))
-
-
-def test_patched_processors_are_called(monkeypatch):
-    monkeypatch.setattr(SuppressTokensLogitsProcessor, "__call__", lambda self, ids, scores: scores + 1)
-    (change,) = scores.changes([processor := SuppressTokensLogitsProcessor([1])])
-    assert change is processor
