@@ -32,6 +32,17 @@ from lookahead import LookaheadConfig
 from lookahead.engine import scores, torch_choice
 
 
+def assert_same(model, run, budget=8):
+    """`run` returns the same with lookahead as without."""
+    expected = run()
+    lookahead.wrap(model, LookaheadConfig(budget=budget))
+    try:
+        assert run() == expected
+        assert not model.lookahead.last.plain
+    finally:
+        lookahead.unwrap(model)
+
+
 class Noting(LogitsProcessor):
     """Records what it sees, keeps the scores, and changes them by the number of its calls."""
 
@@ -104,13 +115,7 @@ def test_any_processors_in_any_order(family, names, ends, draws, criterion, budg
             assert torch.equal(first, second), "scores that a processor keeps have changed"
         return text, [one.seen for one in [*noting, *stops]], torch.get_rng_state().tolist()
 
-    expected = run()
-    lookahead.wrap(model, LookaheadConfig(budget=budget))
-    try:
-        assert run() == expected
-        assert not model.lookahead.last.plain
-    finally:
-        lookahead.unwrap(model)
+    assert_same(model, run, budget)
 
 
 @pytest.mark.parametrize(
@@ -201,13 +206,7 @@ def test_fields_may_change_at_each_token(field, by):
         )  # fmt: skip
         return ids_after.tolist(), control.calls
 
-    expected = run()
-    lookahead.wrap(model, LookaheadConfig(budget=8))
-    try:
-        assert run() == expected
-        assert not model.lookahead.last.plain
-    finally:
-        lookahead.unwrap(model)
+    assert_same(model, run)
 
 
 def of_no_grad(table):
@@ -239,12 +238,7 @@ def test_what_a_processor_returns_is_its_own(make):
         mine = LogitsProcessorList([make(table), MinNewTokensLengthLogitsProcessor(7, 8, list(range(90)))])
         return model.generate(ids, max_new_tokens=20, do_sample=False, logits_processor=mine).tolist()
 
-    expected = run()
-    lookahead.wrap(model, LookaheadConfig(budget=8))
-    try:
-        assert run() == expected
-    finally:
-        lookahead.unwrap(model)
+    assert_same(model, run)
     assert torch.equal(table, before)
 
 
@@ -266,14 +260,10 @@ def test_odd_fields(name):
     def run():
         torch.manual_seed(0)
         mine = LogitsProcessorList([ODD[name]()])
-        return model.generate(ids, max_new_tokens=20, do_sample=True, logits_processor=mine, stopping_criteria=stops)
+        written = model.generate(ids, max_new_tokens=20, do_sample=True, logits_processor=mine, stopping_criteria=stops)
+        return written.tolist()
 
-    expected = run()
-    lookahead.wrap(model, LookaheadConfig(budget=8))
-    try:
-        assert torch.equal(run(), expected)
-    finally:
-        lookahead.unwrap(model)
+    assert_same(model, run)
 
 
 @pytest.mark.parametrize("patched", [torch.no_grad(), lambda call: call, lambda call: mock.MagicMock(side_effect=call)])
@@ -287,14 +277,9 @@ def test_patched_classes_are_called(kind, patched, monkeypatch):
     def run():
         torch.manual_seed(0)
         mine = LogitsProcessorList([processor])
-        return model.generate(ids, max_new_tokens=20, do_sample=True, top_k=0, logits_processor=mine)
+        return model.generate(ids, max_new_tokens=20, do_sample=True, top_k=0, logits_processor=mine).tolist()
 
-    expected = run()
-    lookahead.wrap(model, LookaheadConfig(budget=8))
-    try:
-        assert torch.equal(run(), expected)
-    finally:
-        lookahead.unwrap(model)
+    assert_same(model, run)
 
 
 @random_cases(200)
