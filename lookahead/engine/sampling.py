@@ -143,17 +143,19 @@ class NextTokenRule:
         shown = settings.streamer is not None and not type(settings.streamer).__module__.startswith("transformers.")
         self._is_watched = self._chooses and (shown or not self._asks)
         """Whether other code runs between tokens. It may set fields of processors and criteria."""
-        self._look()
+        self.choice = self._read_choice()
+        """How a token of a single sequence is chosen without torch: what makes scores of its logits, and a warp. None
+        if torch must choose it."""
+        self.ends = self._read_ends()
+        """What ends a single sequence; None if criteria must see the ids of each token."""
         self.takes_argmax = self.choice is not None and not (self.choice[0] or settings.do_sample)
         """Whether the next token is the argmax of the logits, and no other code sees them."""
 
-    def _look(self) -> None:
-        """Read the fields of processors and criteria."""
-        self.choice = _choice_of(self.processors, self.settings.do_sample) if self._chooses else None
-        """How a token of a single sequence is chosen without torch: what makes scores of its logits, and a warp. None
-        if torch must choose it."""
-        self.ends = _ends(self.criteria) if self._asks else None
-        """What ends a single sequence; None if criteria must see the ids of each token."""
+    def _read_choice(self) -> "tuple[list[LogitsProcessor | Hide], Warp] | None":
+        return _choice_of(self.processors, self.settings.do_sample) if self._chooses else None
+
+    def _read_ends(self) -> Ends | None:
+        return _ends(self.criteria) if self._asks else None
 
     @property
     def length(self) -> int:
@@ -191,7 +193,7 @@ class NextTokenRule:
         """
         scores = None
         if self._is_watched:
-            self._look()
+            self.choice = self._read_choice()
         if self.choice is not None:
             changes, warp = self.choice
             if changes:
@@ -214,7 +216,7 @@ class NextTokenRule:
     def record(self, token: int) -> int:
         """Record and stream the next token of a single sequence. Returns what then stands in the text."""
         if self._is_watched:
-            self._look()
+            self.ends = self._read_ends()
         if (ends := self.ends) is None:
             from lookahead.engine.torch_choice import record  # most texts do not need it
 

@@ -503,6 +503,15 @@ def test_requests_to_onnx_runtime(peer, monkeypatch, tmp_path, method):
         worker.load(chosen_by("q8_0"))
 
 
+def worker_of(peer, monkeypatch, modules):
+    """The worker of a library, the first of these modules, with stand-ins for all of them."""
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    worker = peer(f"{next(iter(modules))}_worker")
+    monkeypatch.setattr(worker, "version", str)
+    return worker
+
+
 def test_requests_to_flashspec(peer, monkeypatch):
     """The first pass counts as the prefill. The seed and the temperature belong to each request."""
     asked = []
@@ -520,10 +529,7 @@ def test_requests_to_flashspec(peer, monkeypatch):
     kinds = dict.fromkeys(("BanditConfig", "FlashSpecConfig", "SamplingConfig"), SimpleNamespace)
     flashspec = SimpleNamespace(SpeculativeEngine=Engine, **kinds)
     of_engine = SimpleNamespace(NgramDrafter=object, TargetModel=lambda *_, **__: None)
-    for name, module in (("flashspec", flashspec), ("flashspec.engine", of_engine)):
-        monkeypatch.setitem(sys.modules, name, module)
-    worker = peer("flashspec_worker")
-    monkeypatch.setattr(worker, "version", str)
+    worker = worker_of(peer, monkeypatch, {"flashspec": flashspec, "flashspec.engine": of_engine})
     decode, _ = worker.load(chosen_by("lookup"))
     answer = decode(peer("protocol").Request([[5, 6]], 7, 0.7, 1))
     assert (answer.ids, answer.steps, answer.drafted, answer.accepted) == ([[7, 8, 9, 2]], 1, 9, 2)
@@ -549,10 +555,7 @@ def test_requests_to_economize(peer, monkeypatch):
 
     economize = SimpleNamespace(apply=lambda *_: SimpleNamespace(generate=generate), DecodeConfig=SimpleNamespace)
     lookup = SimpleNamespace(LookupConfig=SimpleNamespace)
-    for name, module in (("economize", economize), ("economize.techniques.lookup", lookup)):
-        monkeypatch.setitem(sys.modules, name, module)
-    worker = peer("economize_worker")
-    monkeypatch.setattr(worker, "version", str)
+    worker = worker_of(peer, monkeypatch, {"economize": economize, "economize.techniques.lookup": lookup})
     decode, _ = worker.load(chosen_by("lookup"))
     answer = decode(peer("protocol").Request([[5, 6]], 7, 0, 1))
     assert (answer.ids, answer.steps, answer.drafted, answer.accepted) == ([[7, 8]], 3, 10, 2)
