@@ -86,15 +86,16 @@ class Watch:
         return _looked_at(memory, counted) != tuple(before)
 
     @property
-    def is_plain(self) -> bool:
-        """Whether all that is watched are parameters, in memory of their own, whose changes torch counts."""
-        return len(self._counted) == len(self.tensors) and all(
-            type(tensor) is nn.Parameter and tensor is counted
-            for tensor, counted in zip(self.tensors, self._counted, strict=True)
-        )
+    def can_let_go(self) -> bool:
+        """Whether all tensors are in memory of their own, and torch counts their changes."""
+        return len(self._counted) == len(self.tensors) and all(map(operator.is_, self.tensors, self._counted))
+
+    @property
+    def has_buffers(self) -> bool:
+        return not all(isinstance(tensor, nn.Parameter) for tensor in self.tensors)
 
     def let_go(self) -> None:
-        """Release the tensors until `resume`. Only if it `is_plain`."""
+        """Release the tensors until `resume`. Only if it `can_let_go`."""
         self._identities = list(map(id, self.tensors))  # torch swaps no tensor that has weak references
         self.tensors = self.in_memory = self._counted = []
         self._parts = []
@@ -218,8 +219,7 @@ class FusedRunner(EagerRunner):
             and pairs[i][0].is_in_tiles(found.dtype) == pairs[i][1].is_in_tiles(found.dtype)
             for i in of_copies
         )
-        tensors = self._watch.in_memory
-        can_wait = self._watch.is_plain and not original.elsewhere(tensors)
+        elsewhere = original.elsewhere(tensors := self._watch.in_memory)
         return ReadyProgram(
             state=state_of(model),
             layers=adapter.layers,
@@ -229,7 +229,8 @@ class FusedRunner(EagerRunner):
             original=Executor(original, of_copies) if of_copies and is_read else None,
             digests=of_copies,
             most_compared=MOST_COMPARED if are_indexed and not in_tiles else MOST_READ,
-            computed=None if can_wait else original.computed(tensors),
+            elsewhere=elsewhere,
+            computed=original.computed(tensors) if elsewhere or self._watch.has_buffers else None,
             most_read=self._page.reads_prompts * (MOST_READ_IN_TILES[found.dtype] if in_tiles else MOST_READ),
             weight_bytes=weight_bytes(found),
             declined_bytes=declined,

@@ -27,12 +27,13 @@ if TYPE_CHECKING:
     from lookahead.passes.fused import Watch
 
 Packs = bool | Literal["auto"]  # `LookaheadConfig.pack_weights`
+MOST_KEPT = 2**24  # bytes of computed tensors that are kept while no call uses them
 
 
 @dataclass
 class ReadyProgram:
-    """A program that is ready to run, and what it was made of. While no call uses it, it holds none of the model's
-    tensors.
+    """A program that is ready to run, and what it was made of. While no call uses it, it holds none of the tensors that
+    it watches.
     """
 
     state: State
@@ -48,9 +49,11 @@ class ReadyProgram:
     """Those of the weights that have copies, by their number in the program."""
     most_compared: int
     """Most rows of a pass by `original`. Before a pass over more rows, all weights are read only for their digests."""
+    elsewhere: list[torch.Tensor]
+    """Tensors of the program that are not watched, because they were computed from those (`Program.elsewhere`)."""
     computed: list[object] | None
-    """Values that may have been computed from the tensors (`Program.computed`); None if there are none, or if they are
-    checked. Otherwise this program is not kept for the next call.
+    """Values that may have been computed from watched tensors (`Program.computed`), and that the next call computes
+    again; None if there are none.
     """
     most_read: int
     """Most tokens of a prompt that it prefills."""
@@ -61,6 +64,11 @@ class ReadyProgram:
     """Those of running calls."""
     waits: bool = False
     """Whether it holds none of the model's tensors."""
+
+    @property
+    def can_wait(self) -> bool:
+        """Whether it may be kept while no call uses it."""
+        return self.watch.can_let_go and sum([tensor.nbytes for tensor in self.elsewhere]) <= MOST_KEPT
 
     def let_go(self) -> None:
         """Wait for the next call."""
@@ -134,7 +142,7 @@ class PackedModel:
     def leave(self, ready: ReadyProgram, runner: EagerRunner, is_current: bool) -> None:
         """Note that a call has ended. If it was the last one, its program is kept for the next if it ``is_current``."""
         ready.runners.discard(runner)
-        if is_current and ready.computed is None and not ready.runners:
+        if is_current and ready.can_wait and not ready.runners:
             ready.let_go()
             self._waiting = ready
 
