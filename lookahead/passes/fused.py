@@ -41,7 +41,7 @@ MOST_AT_ONCE = 256  # of them in a pass, which bounds its memory. Each pass unpa
 # Most rows of a pass that reads the original numbers of packed weights. A pass over more rows loses more by it than
 # reading all numbers takes.
 MOST_COMPARED = 12
-FIRST_POSITIONS = 1024  # of the first table of rotary embeddings
+LEAST_AHEAD = 1024  # positions that a table of rotary embeddings has beyond those that a pass needs
 MOST_COPIED = 2**30  # by default, most bytes of a copy that takes more than half as much as the weights
 
 PARTS = 8  # of the watched tensors; only one part is checked if no foreign code has run
@@ -446,7 +446,7 @@ class FusedRunner(EagerRunner):
         """
         if position not in self._serves or self._rotary_watch.has_changed():
             rotary = self._page.rotary_module
-            count = switch = max(FIRST_POSITIONS, 2 * position)
+            count = switch = position + max(LEAST_AHEAD, position // 4)
             if getattr(rotary, "rope_type", None) == "longrope":
                 switch = rope_kinds(rotary.config)[""]["original_max_position_embeddings"]
             self._serves = range(switch, count) if position >= switch else range(min(switch, count))

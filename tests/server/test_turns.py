@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from zoo import tiny_model
 
 import lookahead
-from lookahead import DEMO_MODEL, LookaheadConfig
+from lookahead import DEMO_MODEL, LookaheadConfig, sequences
 from lookahead.extending import bytes_of
 from lookahead.tools.server.answering import End, Words
 from lookahead.tools.server.fields import CHAT, MESSAGE, RESPONSE, RefusedError, Wishes, read_request
@@ -467,6 +467,24 @@ def test_a_prompt_is_found_again_without_its_answer(family, wraps, tokenizer):
         copies = [kept for kept in of._prefixes._kept if kept.stays]
         assert bool(copies) == (family != "llama" and (wraps or family != "mamba2")), "of what can be cut, none is kept"
         ids = [*ids, *(70 + turn for _ in range(6))]
+
+
+def test_a_first_token_does_not_wait_for_the_pass_of_its_step(demo, tokenizer, monkeypatch):
+    of, happened = generations(lookahead.wrap(demo, CONFIG), tokenizer, 2**30), []
+    of._after_step = lambda: happened.append("handed on")
+    run = sequences.run_together
+    monkeypatch.setattr(sequences, "run_together", lambda *given: happened.append("pass") or run(*given))
+    ended = threading.Event()
+
+    def send(_, piece):
+        happened.append("written")
+        if not isinstance(piece, Words):
+            ended.set()
+
+    of.begin([Prompt(list(range(100, 120)), [])], Wishes(settings={"max_new_tokens": 9, "do_sample": False}), send)
+    assert ended.wait(60)
+    first = happened.index("written")
+    assert happened[first + 1 : first + 3] == ["handed on", "pass"]
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "lfm2", "mamba2"])

@@ -186,7 +186,7 @@ class Writer(RecordingStreamer):
         self.stats: Stats | None = None
         """Of the call; None until lookahead decodes it."""
         self.has_read: Callable[[], None] = lambda: None
-        """Is called when the prompt is read, with the first token."""
+        """Is called when the prompt is read, and the first token is written."""
         self._end_text, self._is_cut = one_call, is_cut
         self._texts = TextPieces(tokenizer, with_special=parser is not None)
         self._parser = parser
@@ -211,11 +211,12 @@ class Writer(RecordingStreamer):
         if not self._has_prompt:  # generate() puts the prompt first
             self._has_prompt = True
             return
-        if not (self.count or self._new):
-            self.has_read()
+        is_first = not (self.count or self._new)
         self._new += value.flatten().tolist()
         if self.stats is None or not self.count:  # a step writes more, or the prompt has written the first
             self._write()
+        if is_first:
+            self.has_read()
 
     def begin(self, names: list[str], stats: Stats) -> None:
         self.stats = stats

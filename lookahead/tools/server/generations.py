@@ -113,7 +113,7 @@ class Generations(Worker):
         parallel: int,
         after_step: Callable[[], None] = lambda: None,
     ):
-        """after_step: is called when what was sent need wait no longer."""
+        """after_step: is called when what was sent need wait no longer: behind a step, and with a first token."""
         self._after_step = after_step
         self._model, self._reader, self._written, self._prefixes = model, reader, written, prefixes
         self._assistant = assistant
@@ -356,7 +356,7 @@ class Generations(Worker):
             self._turns.append(turn)
             yield turn
         self._reading = own = object()
-        writer.has_read = partial(self._let_read, own)
+        writer.has_read = partial(self._has_read, own)
         cache, cached = taken = self._prefixes.take(prompt.ids, shares, generation.max_new_tokens or 0)
         try:
             if cache is not None and not can_be_cut(cache):
@@ -379,6 +379,11 @@ class Generations(Worker):
             said = conversation.with_answer(writer.text, writer.calls)
             self._written.keep(said, conversation.rendered, ids)
         return writer.finish(stop, cached)
+
+    def _has_read(self, own: object) -> None:
+        """Hand on the first token before the pass of this step, and let the next prompt be read."""
+        self._after_step()
+        self._let_read(own)
 
     def _let_read(self, own: object) -> None:
         """Let the next prompt be read, if the one that was is of this answer."""
