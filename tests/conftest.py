@@ -14,10 +14,10 @@ import torch
 
 from lookahead.passes import costs, verdicts
 
-# What a run may leave out that comes after many others: all but a SHARE of the examples of property tests; one of the
-# two halves into which MANY cases of a test fall, or MANY tests of a file around the engine; all cases but one of each
-# family.
-SHARE, HALF, ONCE = map(os.environ.get, ("LOOKAHEAD_SHARE", "LOOKAHEAD_HALF", "LOOKAHEAD_ONCE_A_FAMILY"))
+# What a run may leave out that comes after many others: all but a SHARE of the examples of property tests; all but one
+# PART of those into which MANY cases of a test fall, or MANY tests of a file around the engine ("0/3" is the first of
+# three); all cases but one of each family.
+SHARE, PART, ONCE = map(os.environ.get, ("LOOKAHEAD_SHARE", "LOOKAHEAD_PART", "LOOKAHEAD_ONCE_A_FAMILY"))
 MANY = 6
 AROUND = "server", "sources", "tools"
 
@@ -41,13 +41,14 @@ def pytest_collection_modifyitems(config, items) -> None:
     def together(item):
         return item.path if item.path.parent.name in AROUND else item.function
 
+    part, parts = map(int, (PART or "0/1").split("/"))
     cases = Counter(map(together, items))
     seen, kept, left_out = set(), [], []
     for item in items:
         given = item.callspec.params if hasattr(item, "callspec") else {}
         key = item.function, given.get("model_type", item)
-        is_in_half = HALF is None or cases[together(item)] < MANY or zlib.crc32(item.nodeid.encode()) % 2 == int(HALF)
-        if is_in_half and not (ONCE and key in seen):
+        is_in_part = cases[together(item)] < MANY or zlib.crc32(item.nodeid.encode()) % parts == part
+        if is_in_part and not (ONCE and key in seen):
             seen.add(key)
             kept.append(item)
         else:

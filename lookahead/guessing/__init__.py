@@ -1,1 +1,1 @@
-"""The protocol of sources of guesses, the n-gram pool as a source, and the number of guesses to verify."""
+"""The protocol of sources of guesses, the n-gram pool as one, and how many guesses are verified."""

@@ -283,6 +283,23 @@ def test_the_tool_whose_schema_cannot_be_enforced_is_named(strict, schema, choic
     assert answer["error"]["message"].startswith("the schema of the tool 'wrong' cannot be enforced: ")
 
 
+@pytest.mark.parametrize(
+    ("kind", "is_refused"),
+    [("array", True), (["string", "null"], True), (5, True), ("object", False), (["object", "null"], False)],
+)
+def test_arguments_are_objects(strict, kind, is_refused):
+    """With texts that hold what ends a call."""
+    parameters = {"type": kind, "properties": {"x": {"const": 'a \\</tool_call>"'}}, "required": ["x"]}
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    status, answer = ask(strict, "/v1/chat/completions", messages=MESSAGES, tools=[tool], tool_choice="required")
+    if is_refused:
+        assert (status, answer["error"]["param"]) == (400, "tools[0]")
+        assert "must have the type object" in answer["error"]["message"]
+    else:
+        for call in answer["choices"][0]["message"]["tool_calls"]:
+            assert json.loads(call["function"]["arguments"])["x"] == parameters["properties"]["x"]["const"]
+
+
 LARGE = {  # takes seconds to compile, and is then too large for a token of its text
     "type": "object",
     "properties": {f"p{i}": {"type": "string", "pattern": f"^[a-z]{{{i % 50}}}x"} for i in range(5000)},

@@ -31,6 +31,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lookahead import DEMO_MODEL
 from lookahead.tools.listening import listen
+from lookahead.tools.server.fields import RefusedError, read_request
 
 LENGTH = 16
 # It knows tools, a variable, and takes long if it is told to.
@@ -427,6 +428,33 @@ def test_settings_are_those_of_generate(address, expected, given, seed, is_text,
 def test_settings_that_are_refused(address, path, given):
     for config in (given, json.dumps(given)):
         assert next(iter(given)) in refusal(address, path, **PROMPTS[path], generation_config=config)
+
+
+@pytest.mark.parametrize("depths", [range(1, 5), range(50, 150), range(850, 1000)], ids=str)
+@pytest.mark.parametrize("way", ["generation_config", "tools", "tool_calls", "messages", "stop", "metadata", "user"])
+def test_whatever_depth_values_have_nothing_but_a_refusal_is_raised(way, depths):
+    """Python's parser goes deeper than what writes JSON, and a stack is used up in either."""
+    for depth in depths:
+        text = "[" * depth + "]" * depth
+        call = {"type": "function", "id": "a", "function": {"name": "f", "arguments": text}}
+        messages = [*MESSAGES, {"role": "assistant", "content": None, "tool_calls": [call]}]
+        body = {"messages": messages if way == "tool_calls" else MESSAGES}
+        try:
+            body |= {} if way == "tool_calls" else {way: text if way == "generation_config" else json.loads(text)}
+        except RecursionError:
+            continue
+        with contextlib.suppress(RefusedError):  # what is shallow is right in some fields
+            read_request(body, CHAT, "demo", 4096, ())
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity"])
+def test_a_number_that_is_not_json_is_refused_even_in_a_field_that_is_passed_over(address, number):
+    body = f'{{"messages": [{{"role": "user", "content": "x"}}], "metadata": {{"a": [{number}]}}}}'
+    connection = http.client.HTTPConnection(address.removeprefix("http://"))
+    connection.request("POST", CHAT, body, {"Content-Type": "application/json"})
+    answer = connection.getresponse()
+    assert answer.status == 400
+    assert "metadata must be free of NaN and infinite numbers" in json.loads(answer.read())["error"]["message"]
 
 
 @pytest.mark.parametrize("config", ["nonsense", "[1]", "5", "[" * 100_000, 5, [1], True])

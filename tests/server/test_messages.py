@@ -440,14 +440,19 @@ def test_each_request_has_one_line_and_is_counted_once(plain, tokenizer, monkeyp
             assert new - old == 1, (method, path, status)
 
 
+@pytest.mark.parametrize("where", ["serve", "_answer"])
 @pytest.mark.parametrize("path", [MESSAGES, COUNT, "/v1/completions"])
-def test_a_defect_of_the_server_is_told_in_the_form_of_the_api(plain, tokenizer, monkeypatch, path):
-    async def fails(self):
+def test_a_defect_of_the_server_is_told_in_the_form_of_the_api(plain, tokenizer, monkeypatch, path, where):
+    """And counted as one, not as a client that has gone."""
+
+    async def fails(*given):
         raise LookupError("a defect")
 
-    monkeypatch.setattr(app.Exchange, "serve", fails)
+    monkeypatch.setattr(app.Exchange, where, fails)
     with TestClient(make_app(plain, tokenizer, "x"), raise_server_exceptions=False) as client:
         answer = client.post(path, json={})
+        counted = f'lookahead_requests_total{{path="{path}",status="500"}} 1'
+        assert counted in client.get("/metrics").text
     assert answer.status_code == 500
     assert answer.json()["error"]["message"] == "LookupError: a defect"
     assert answer.json().get("type") == (None if path == "/v1/completions" else "error")

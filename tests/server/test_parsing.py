@@ -136,6 +136,26 @@ def test_parts_do_not_depend_on_the_pieces(written, random):
     assert parts_of_pieces(tokenizer, template, cut) == parts_of_pieces(tokenizer, template, tokens)
 
 
+@given(
+    st.recursive(
+        st.none()
+        | st.integers()
+        | st.text('ab\\"<>/_')
+        | st.sampled_from(["</tool_call>", '"</tool_call>', "\\</tool_call>"]),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["a", "</tool_call>"]), inner),
+        max_leaves=5,
+    ),
+    st.integers(1, 9),
+    st.booleans(),
+)
+def test_a_text_in_a_call_may_hold_what_ends_a_call(tokenizer, value, size, is_second):
+    call = json.dumps({"name": "f</tool_call>", "arguments": {"x": value}}, ensure_ascii=False)
+    first = '<tool_call>{"name": "f", "arguments": {"a": "\\\\"}}</tool_call>\n' * is_second
+    found = parts(tokenizer, AS_JSON, f"{first}<tool_call>\n{call}\n</tool_call>behind<|im_end|>", size=size)
+    wanted = [Call("f", '{"a": "\\\\"}')] * is_second
+    assert found == [*wanted, Call("f</tool_call>", json.dumps({"x": value})), (TEXT, "behind")]
+
+
 @pytest.mark.parametrize("size", [1, 7, 1000])
 def test_a_call_that_is_cut_off_is_the_whole_text_behind_a_good_one(tokenizer, size):
     call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'

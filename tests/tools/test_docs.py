@@ -4,6 +4,7 @@ import ast
 import inspect
 import re
 import shlex
+import shutil
 import sys
 import xml.etree.ElementTree as ET
 from dataclasses import replace
@@ -209,6 +210,7 @@ def test_nobody_is_told_to_install_a_name_that_is_on_no_index():
 
 
 ON_THE_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"  # the packaged model takes its place, as tests download nothing
+TEMPLATE = "{% for message in messages %}{{ message.content }}\n{% endfor %}"  # which it lacks
 HAS_OWN_TEST = ("docs/sources.md", "docs/trace.md")
 
 
@@ -219,10 +221,12 @@ HAS_OWN_TEST = ("docs/sources.md", "docs/trace.md")
 def test_blocks_run(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("demo_prompt.txt").write_bytes((ROOT / "demo_prompt.txt").read_bytes())
-    names = {"__name__": "__main__"}
+    names, chat = {"__name__": "__main__"}, tmp_path / "chat"
+    shutil.copytree(lookahead.DEMO_MODEL, chat)
+    (chat / "chat_template.jinja").write_text(TEMPLATE)
     for block in blocks(PAGES[name]):
         if not block.note:
-            code = block.code.replace(ON_THE_HUB, str(lookahead.DEMO_MODEL))
+            code = block.code.replace(ON_THE_HUB, str(chat))
             replace(block, code=code).run(PAGES[name], names)
 
 

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import dropwhile
 from typing import Any
 
 import numpy as np
@@ -351,7 +352,10 @@ class Writer(RecordingStreamer):
         """Return those of the tokens that have written what is sent: what is held back may never be."""
         while self._fed[0][0] < self._taken - len(self._trim.blanks):
             self._fed.popleft()
-        return self._probabilities.told(self._fed[0][1]) if self._probabilities is not None else []
+        if self._probabilities is None:
+            return []
+        told = self._probabilities.told(self._fed[0][1])
+        return list(dropwhile(lambda one: not one.token.strip(), told)) if self._trim.begins else told
 
 
 class Probabilities(LogitsProcessor):

@@ -458,6 +458,11 @@ class Exchange:
                 await answering
             else:
                 self._status = "cancelled"
+        except Exception as error:  # a fault of the server, about which nobody has been told
+            if self._status != "cancelled":
+                raise
+            logger.error("a request has failed", exc_info=error)
+            await self._refuse(f"{type(error).__name__}: {error}", 500)
         except asyncio.CancelledError:  # the server is stopping, and an answer can say so
             self._pieces.put_nowait((0, InterruptedError(STOPPING)))
             await asyncio.wait({answering}, timeout=LAST_WORDS)

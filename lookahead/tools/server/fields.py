@@ -146,14 +146,15 @@ def read_request(body: dict, path: str, model: str, vocabulary: int, reserved: C
     reserved: names that no variable of a chat template may have.
     Raises RefusedError, which names the field, for all that is neither honoured nor passed over.
     """
-    body = {name: value for name, value in body.items() if value is not None and name not in PASSED_OVER}
-    fields = FIELDS[path]
-    for name, value in body.items():
+    given, fields = {name: value for name, value in body.items() if value is not None}, FIELDS[path]
+    body = {name: value for name, value in given.items() if name not in PASSED_OVER}
+    for name, value in given.items():
         with blamed(f"{name:.80}"):
-            if name not in fields:
+            if name in body and name not in fields:
                 raise RefusedError(f"{name:.80} is not served: {_instead(name, path)}", code=CODES.get(name))
             _check_values(name, value)
-            _check(name, value, fields[name])
+            if name in body:
+                _check(name, value, fields[name])
     if body.get("model", model) != model:
         says = f"model must be {model!r}, the only one of this server; it is {body['model']!r:.80}"
         raise RefusedError(says, "model", "model_not_found", 404)
@@ -239,7 +240,7 @@ def _to_be_called(body: dict, path: str) -> tuple[str, ...]:
         return ()
     names = tuple(_tool(one, path)["function"]["name"] for one in body.get("tools", ()))
     if not names:
-        raise RefusedError(f"tool_choice must be left out where there are no tools; it is {json.dumps(choice):.80}")
+        raise RefusedError(f"tool_choice must be left out where there are no tools; it is {_shown(choice)}")
     if kind in ("required", "any"):
         return names
     assert isinstance(choice, dict)
@@ -298,10 +299,18 @@ def _asked(body: dict, path: str, vocabulary: int, reserved: Collection[str]) ->
 Check = tuple[Callable[[Any], bool], str]  # whether a value is right, and what it must be
 
 
+def _shown(value: Any) -> str:
+    """Return the beginning of a value, for a message."""
+    try:
+        return f"{json.dumps(value):.80}"
+    except RecursionError:  # json.loads goes a little deeper than json.dumps
+        return "nested too deeply"
+
+
 def _check(name: str, value: Any, check: Check) -> None:
     is_right, what = check
     if not is_right(value):
-        raise RefusedError(f"{name:.80} must be {what}; it is {json.dumps(value):.80}")
+        raise RefusedError(f"{name:.80} must be {what}; it is {_shown(value)}")
 
 
 def _given(body: dict, name: str) -> Any:
@@ -722,7 +731,7 @@ def _biases(given: dict, vocabulary: int) -> dict[tuple[int], float]:
         if not (token.isdecimal() and len(token) < 20 and int(token) < vocabulary and is_bias(bias)):
             raise RefusedError(
                 f"logit_bias must be an object of token ids and numbers, ids below {vocabulary} and numbers from "
-                f"-100 to 100; it has {json.dumps({token: bias}):.80}"
+                f"-100 to 100; it has {_shown({token: bias})}"
             )
     return {(int(token),): float(bias) for token, bias in given.items()}
 
@@ -757,7 +766,7 @@ def _content(value: Any, of: str, between: str = "\n") -> str:
     """
     if not _is_content(value):
         wrong = next((part for part in value if not _is_content([part])), value) if isinstance(value, list) else value
-        raise RefusedError(f"{of}'s content must be a text, or parts of type text; one is {json.dumps(wrong):.80}")
+        raise RefusedError(f"{of}'s content must be a text, or parts of type text; one is {_shown(wrong)}")
     return value if isinstance(value, str) else between.join(part["text"] for part in value)
 
 
@@ -771,7 +780,7 @@ def _message(given: dict) -> dict:
     """Return a message of a chat without the fields that no template is given."""
     message = {name: value for name, value in given.items() if value is not None and name not in MESSAGE_PASSED_OVER}
     if not isinstance(message.get("role"), str):
-        raise RefusedError(f"a message must be an object with a role; one is {json.dumps(given):.80}")
+        raise RefusedError(f"a message must be an object with a role; one is {_shown(given)}")
     _check("a message's role", message["role"], ROLE)
     if message["role"] == "developer":  # OpenAI's newer name, which few templates know
         message["role"] = "system"
@@ -790,7 +799,7 @@ def _call(identity: Any, function: Any) -> dict:
     """Return a tool call that the model has made, as chat completions write it."""
     _check("a tool call's id", "" if identity is None else identity, A_TEXT)
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise RefusedError(f"a tool call must have a function with a name; one is {json.dumps(function):.80}")
+        raise RefusedError(f"a tool call must have a function with a name; one is {_shown(function)}")
     arguments = function.get("arguments")
     if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
         arguments = {}  # clients write a call without arguments so
@@ -854,7 +863,7 @@ def _add_item(messages: list[dict], item: dict) -> None:
     elif kind != "reasoning":
         raise RefusedError(
             "input must begin with a message, and hold only messages with a role and a content, function_call, "
-            f"function_call_output and reasoning; one item is {json.dumps(item):.80}"
+            f"function_call_output and reasoning; one item is {_shown(item)}"
         )
 
 
@@ -886,7 +895,7 @@ def _anthropic_messages(given: list[dict], system: str | list[dict] | None) -> l
             elif kind not in ("thinking", "redacted_thinking") or role != "assistant":
                 raise RefusedError(
                     "a message's blocks must be of type text; tool_use and thinking of the assistant; or tool_result "
-                    f"of the user; one is {json.dumps(block):.80}"
+                    f"of the user; one is {_shown(block)}"
                 )
         if texts or role == "assistant":
             messages.append({"role": role, "content": ("" if role == "assistant" else "\n").join(texts)})
@@ -902,10 +911,10 @@ def _role_and_blocks(given: dict) -> tuple[str, list[dict]]:
     role, content = given.get("role"), given.get("content")
     _known(given, {"role", "content"}, "a message")
     if role not in ("user", "assistant", "system"):
-        raise RefusedError(f'a message\'s role must be "user", "assistant" or "system"; one is {json.dumps(role):.80}')
+        raise RefusedError(f'a message\'s role must be "user", "assistant" or "system"; one is {_shown(role)}')
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if not isinstance(blocks, list) or not all(isinstance(block, dict) for block in blocks):
-        raise RefusedError(f"a message's content must be a text, or a list of blocks; one is {json.dumps(content):.80}")
+        raise RefusedError(f"a message's content must be a text, or a list of blocks; one is {_shown(content)}")
     return role, blocks
 
 
@@ -919,8 +928,7 @@ def _prompts(given: Any, vocabulary: int) -> list[str | list[int]]:
     prompts = [given] if isinstance(given, str) or is_tokens(given) else given
     if len(prompts) > MOST_PROMPTS or not all(isinstance(one, str) or is_tokens(one) for one in prompts):
         raise RefusedError(
-            f"prompt must be {OF_ALL_NEEDED['prompt'][1]}, with tokens below {vocabulary}; it is "
-            f"{json.dumps(given):.80}"
+            f"prompt must be {OF_ALL_NEEDED['prompt'][1]}, with tokens below {vocabulary}; it is {_shown(given)}"
         )
     return prompts
 
@@ -937,7 +945,7 @@ def _tool(given: dict, path: str) -> dict:
         function = given.get("function") if path == CHAT else {n: v for n, v in given.items() if n != "type"}
     if kind != "function" or not isinstance(function, dict) or not isinstance(function.get("name"), str):
         wanted = "custom" if path in (MESSAGE, COUNT) else "function"
-        raise RefusedError(f"tools must be of type {wanted}, each with a name; one is {json.dumps(given):.80}")
+        raise RefusedError(f"tools must be of type {wanted}, each with a name; one is {_shown(given)}")
     _check("a tool's description", function.get("description") or "", A_TEXT)
     _check("a tool's parameters", function.get("parameters") or {}, AN_OBJECT)
     return {"type": "function", "function": {name: value for name, value in function.items() if value is not None}}
@@ -957,7 +965,7 @@ def _variables(given: dict, reserved: Collection[str]) -> dict[str, Any]:
         if len(values) > ITEMS or not all(map(_is_plain, values)):
             raise RefusedError(
                 f"{name} in chat_template_kwargs must be true, false, null, a number up to {LARGEST}, a text of {TEXT} "
-                f"characters at most, or a list of {ITEMS} of these at most; it is {json.dumps(value):.80}"
+                f"characters at most, or a list of {ITEMS} of these at most; it is {_shown(value)}"
             )
     return given
 

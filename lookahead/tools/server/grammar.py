@@ -125,10 +125,13 @@ class Grammars:
             before = json.dumps({"name": function["name"]}, ensure_ascii=False)[:-1] + ', "arguments": '
             ways.append(f'{json.dumps(before, ensure_ascii=False)} arguments_{number} "}}"')
             # Each schema is a document of its own: its references begin at its root.
-            schema = ANY_OBJECT | (function.get("parameters") or {})  # others than objects are no arguments
+            schema = function.get("parameters") or {}
             with blamed_tool(number, function["name"]):
+                kinds = schema.get("type", "object")
+                if kinds != "object" and not (isinstance(kinds, list) and "object" in kinds):
+                    raise RefusedError("the schema must have the type object: other values are no arguments")
                 self._json({"const": function["name"]})  # what it refuses
-                arguments.append(f"arguments_{number}: %json {self._json(schema)}")
+                arguments.append(f"arguments_{number}: %json {self._json(schema | ANY_OBJECT)}")
         more = r" (/\n?/ call)*" if many else ""
         return [f"calls: call{more}", rf"call: {opens} /\n?/ ({' | '.join(ways)}) /\n?/ {closes}", *arguments]
 

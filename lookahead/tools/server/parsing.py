@@ -104,6 +104,10 @@ class Parser:
         """Where the texts of the parts so far stand: begin and end of each. Whoever takes the parts clears it."""
         self._may_fail = False  # whether a part has begun that is read when it ends
         self._calls = False  # whether a call has begun
+        self._quoted = self._escaped = False  # whether a text of its JSON has, and whether a backslash came last in it
+        calls = template.get("fields", {}).get("tool_calls", {})
+        self._closing = str(calls.get("close"))[0] if calls.get("content") == "json" else None
+        """The first character of the mark behind a call."""
 
     def feed(self, text: str) -> list[Part]:
         """Return the parts that ``text`` continues or completes. It may hold special tokens."""
@@ -116,13 +120,28 @@ class Parser:
         if self._parser is None:
             return self._as_text()
         try:
-            events = self._parser.feed(text)
+            events = self._parser.feed(self._without_mark(text))
         except Exception:  # parsers raise errors of many kinds
             return self._as_text()
         parts = self._parts(events, text)
         if self._parser is not None and not self._may_fail:
             self._held = unread(self._parser)
         return parts
+
+    def _without_mark(self, unit: str) -> str:
+        """Escape what might be the mark behind a call, in a text of its JSON: transformers' parser looks for nothing
+        else. The JSON means the same.
+        """
+        if not self._calls:
+            self._quoted = self._escaped = False
+        elif self._escaped:
+            self._escaped = False
+        elif self._quoted and unit == self._closing:
+            return f"\\u{ord(unit):04x}"
+        else:
+            self._quoted ^= unit == '"'
+            self._escaped = self._quoted and unit == "\\"
+        return unit
 
     def finish(self, is_cut: bool = False) -> list[Part]:
         """Return what was held back. The text may end in the middle of a part.
@@ -191,6 +210,8 @@ class Trim:
         self._blanks = dict[str, str]()  # those that are held back, of each kind
         self.blanks = ""
         """Those of the last kind: they may be the last ones."""
+        self.begins = False
+        """Whether the last text was the first of its kind: the blanks before it are left out."""
 
     def feed(self, kind: str, text: str) -> str:
         """Return what is certain of a text of this kind."""
@@ -198,7 +219,8 @@ class Trim:
             self._goes_on = False
             self._begun.add(kind)
         text = self._blanks.get(kind, "") + text
-        if kind not in self._begun:
+        self.begins = kind not in self._begun
+        if self.begins:
             text = text.lstrip()
         shown = text.rstrip()
         self._blanks[kind] = self.blanks = text[len(shown) :]

@@ -1,0 +1,2 @@
+// Browsers load no index for the search from the disk.
+if (location.protocol === "file:") document.documentElement.classList.add("from-disk");
