@@ -1,1 +1,1 @@
-"""The protocol of sources of guesses, the n-gram pool as one, and how many guesses are verified."""
+"""The protocol of sources, the n-gram pool as one of them, and the number of guesses."""
