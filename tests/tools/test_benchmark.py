@@ -207,7 +207,7 @@ def test_differences_are_found(prompts, tmp_path, monkeypatch):
     original = NextTokenRule.record
 
     def record(self, token):
-        original(self, token + 1 if self.ids.shape[1] == 30 else token)
+        return original(self, token + 1 if self.ids.shape[1] == 30 else token)
 
     monkeypatch.setattr(NextTokenRule, "record", record)
     out = tmp_path / "run"
