@@ -25,13 +25,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from server_process import ENVIRONMENT, ROOT, SERVE, ask, connect, running
 from tokenizers import Tokenizer, decoders, models, normalizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
 from lookahead import DEMO_MODEL, NgramPool
 from lookahead.stats import Stats
+from lookahead.streaming import UNDECODED
 from lookahead.tools.cli import main
 from lookahead.tools.server import make_app
-from lookahead.tools.server.answering import Pieces, Probabilities, Words, Writer, _top_k
+from lookahead.tools.server.answering import Pieces, Probabilities, Stop, Words, Writer, _top_k
 from lookahead.tools.server.app import Server
 from lookahead.tools.server.metrics import Metrics, exposition
 from lookahead.tools.server.parsing import REASONING, TEXT, Parser
@@ -236,6 +237,20 @@ def test_a_stop_string_does_not_begin_in_the_prompt(client, expected):
     assert text.startswith("\ndef")
     assert "\n\ndef" not in text
     assert complete(client, prompt, seed, stop="\n\ndef") == text
+
+
+@pytest.mark.parametrize("text", ["a😀é", "é" * 20 + "한"])
+def test_half_a_character_is_no_stop_string(tokenizer, text):
+    """It is decoded as U+FFFD until the rest comes, or where its beginning is too far back to be looked at."""
+    ids, more = (tokenizer(one, add_special_tokens=False).input_ids for one in (text, "b"))
+    assert len(ids) > len(text)
+    stop, cut = Stop(tokenizer, 0, (UNDECODED,), GenerationConfig()), Pieces((UNDECODED,))
+    assert not any(stop.ends(ids[:end]) for end in range(1, len(ids) + 1))
+    assert stop.ends([*ids[:-1], *more])  # nothing will ever make a character of it
+    assert [*cut.feed(TEXT, f"a{UNDECODED}"), *cut.release()] == [(TEXT, "a")]
+    assert cut.stop is None
+    assert [*cut.feed(TEXT, f"a{UNDECODED}"), *cut.feed(TEXT, "b")] == [(TEXT, "a")]
+    assert cut.stop == UNDECODED
 
 
 texts = st.text("ab", max_size=4)

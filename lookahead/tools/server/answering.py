@@ -106,7 +106,9 @@ class Stop(StopWhenAsked):
     def ends(self, new: list[int]) -> bool:
         if self._stops:
             text = str(self._tokenizer.decode(new[-self._reach :], skip_special_tokens=True))
-            self.found = first_stop(text, self._stops)
+            if len(new) > self._reach:  # these tokens may begin with the end of a character
+                text = text.lstrip(UNDECODED)
+            self.found = first_stop(without_half_character(text), self._stops)
         self.has_ended = self.found is not None or new[-1] in self._ends
         return self.found is not None or super().ends(new)
 
@@ -139,11 +141,12 @@ class Pieces:
         if self.stop is not None:
             return certain
         self._kind, text = kind, self._held + text
-        self.stop = first_stop(text, self._stops)
+        whole = without_half_character(text)
+        self.stop = first_stop(whole, self._stops)
         if self.stop is not None:
             end = text.find(self.stop)
         else:
-            end = min(len(text) - undecided(text, self._stops), len(without_half_character(text)))
+            end = min(len(text) - undecided(text, self._stops), len(whole))
         self._held = "" if self.stop is not None else text[end:]
         return [*certain, (kind, text[:end])] if end else certain
 
