@@ -461,8 +461,7 @@ class Exchange:
         except Exception as error:  # a fault of the server, about which nobody has been told
             if self._status != "cancelled":
                 raise
-            logger.error("a request has failed", exc_info=error)
-            await self._refuse(f"{type(error).__name__}: {error}", 500)
+            await self._fail(error)
         except asyncio.CancelledError:  # the server is stopping, and an answer can say so
             self._pieces.put_nowait((0, InterruptedError(STOPPING)))
             await asyncio.wait({answering}, timeout=LAST_WORDS)
@@ -702,10 +701,10 @@ def call_in(loop: asyncio.AbstractEventLoop, *call: Any) -> None:
 
 
 def _failure(error: Exception) -> tuple[str, int, str | None]:
-    """Return what is said of an answer that has failed, the status of HTTP, and the field at fault."""
+    """Return what is said of a request that has failed, the status of HTTP, and the field at fault."""
     if isinstance(error, RefusedError):
         return str(error), error.status, error.param
     if isinstance(error, InterruptedError):
         return str(error), 503, None
     logger.error("a request has failed", exc_info=error)
-    return f"decoding failed: {type(error).__name__}: {error}", 500, None
+    return f"{type(error).__name__}: {error}", 500, None

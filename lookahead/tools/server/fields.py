@@ -150,11 +150,12 @@ def read_request(body: dict, path: str, model: str, vocabulary: int, reserved: C
     body = {name: value for name, value in given.items() if name not in PASSED_OVER}
     for name, value in given.items():
         with blamed(f"{name:.80}"):
-            if name in body and name not in fields:
-                raise RefusedError(f"{name:.80} is not served: {_instead(name, path)}", code=CODES.get(name))
             _check_values(name, value)
-            if name in body:
-                _check(name, value, fields[name])
+    for name, value in body.items():
+        with blamed(f"{name:.80}"):
+            if name not in fields:
+                raise RefusedError(f"{name:.80} is not served: {_instead(name, path)}", code=CODES.get(name))
+            _check(name, value, fields[name])
     if body.get("model", model) != model:
         says = f"model must be {model!r}, the only one of this server; it is {body['model']!r:.80}"
         raise RefusedError(says, "model", "model_not_found", 404)
