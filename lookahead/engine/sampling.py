@@ -188,8 +188,7 @@ class NextTokenRule:
         logits: [live, vocabulary], of the model, after `ids`.
         row: for a single live sequence. Its logits are then this row of [..., vocabulary], counted over all dimensions
             but the last.
-        Raises FloatingPointError if all logits are NaN or -inf. In this case, generate() also raises if it samples; in
-        greedy decoding, it writes the first token whose logit is NaN.
+        Raises RuntimeError, as generate() does, if a token is sampled and a score is NaN, or all are -inf.
         """
         scores = None
         if self._is_watched:

@@ -38,11 +38,8 @@ def emit(rule: NextTokenRule, logits: torch.Tensor, changed: torch.Tensor | None
         pairs = zip(probabilities.chunk(len(rule.generators)), rule.generators, strict=True)
         chosen = torch.cat([torch.multinomial(part, 1, generator=own) for part, own in pairs]).squeeze(1)
     else:
-        chosen = torch.argmax(scores, dim=-1)
-        # argmax ranks NaN highest. One that a processor made, perhaps in `raw`, is a choice like any other, as it is to
-        # generate().
-        no_choice = scores.gather(1, chosen[:, None])[:, 0].isnan()
-        no_choice &= _with_ended(rule, logits.isnan().any(dim=-1).to(rule.ids.device))
+        chosen = torch.argmax(scores, dim=-1)  # a NaN ranks highest, as it does to generate()
+        no_choice = torch.zeros_like(chosen, dtype=torch.bool)
     if settings.pad_token is not None and len(rule.ids) > 1:
         chosen = chosen.where(rule.unfinished, settings.pad_token)
     return _record(rule, chosen, no_choice)
@@ -63,7 +60,7 @@ def _record(rule: NextTokenRule, chosen: torch.Tensor, no_choice: torch.Tensor) 
     of_each = [chosen, rule.ids[:, -1], rule.unfinished.long(), no_choice.long()]
     tokens, written, unfinished, spoiled = torch.stack(of_each).tolist()
     if any(spoiled):
-        raise FloatingPointError(
+        raise RuntimeError(  # as multinomial does on a CPU
             f"the scores of the token at position {rule.ids.shape[1] - 1} are NaN, or all -inf: the model's weights or "
             "a logits processor are at fault, or the dtype is too narrow"
         )

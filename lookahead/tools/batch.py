@@ -194,7 +194,7 @@ def _decode_all(texts: Texts, tasks: list[Task], kept: Answers, save: Callable[[
                     raise
                 texts.halve(batch)
                 continue
-            except (FloatingPointError, RuntimeError, ValueError) as error:
+            except (RuntimeError, ValueError) as error:
                 numbers = " to ".join(dict.fromkeys(str(task.line.number) for task in (batch[0], batch[-1])))
                 raise RuntimeError(f"line {numbers} of the prompts: {error}") from error
             for answer in decoded:

@@ -138,7 +138,7 @@ def decoding() -> Iterator[None]:
         yield
     except UnsupportedModelError as error:
         raise click.ClickException(str(error)) from error
-    except (FloatingPointError, MemoryError, RuntimeError, ValueError) as error:  # torch raises RuntimeError
+    except (MemoryError, RuntimeError, ValueError) as error:  # torch raises RuntimeError
         reason = str(error).strip().split("\n")[0] or type(error).__name__
         raise click.ClickException(f"decoding failed: {reason}") from error
     except KeyboardInterrupt:

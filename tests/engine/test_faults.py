@@ -162,7 +162,7 @@ def test_a_guess_that_overflows_spoils_nothing(batch):
 @pytest.mark.parametrize("length", [10, 11, 25])
 def test_nan_scores_are_named_where_sampling_has_no_choice(wrapped, length):
     model, ids, _ = wrapped
-    with pytest.raises(FloatingPointError, match=f"position {length}"):
+    with pytest.raises(RuntimeError, match=f"position {length}"):
         model.generate(
             ids, max_new_tokens=40, min_new_tokens=40, do_sample=True,
             logits_processor=LogitsProcessorList([NanAt(length)]),
@@ -199,11 +199,24 @@ def test_nan_weights_are_named():
     weight = model.lm_head.weight.detach().clone()
     with torch.no_grad():
         model.lm_head.weight.fill_(float("nan"))
-    with pytest.raises(FloatingPointError, match="NaN"):
-        model.generate(ids, max_new_tokens=5)
+    with pytest.raises(RuntimeError, match="NaN"):
+        model.generate(ids, max_new_tokens=5, do_sample=True)
     with torch.no_grad():
         model.lm_head.weight.copy_(weight)
     assert model.generate(ids, max_new_tokens=5).shape[1] > 3
+
+
+@pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.2}, {"min_length": 20}])
+@pytest.mark.parametrize("spoiled", [[37], [37, 20], slice(None)])
+def test_nan_weights_are_decoded_greedily_as_generate_does(spoiled, options):
+    """The first token whose logit is NaN is written; guesses are verified by the same rule."""
+    model, ids = lookahead.wrap(tiny_model("llama")), torch.tensor([[5, 6, 7, 8, 5, 6, 7, 8, 5, 6]])
+    with torch.no_grad():
+        model.lm_head.weight[spoiled] = float("nan")
+    actual = model.generate(ids, max_new_tokens=12, do_sample=False, **options)
+    assert not model.lookahead.last.plain
+    expected = lookahead.unwrap(model).generate(ids, max_new_tokens=12, do_sample=False, **options)
+    assert actual.tolist() == expected.tolist()
 
 
 def test_an_empty_prompt_is_named(wrapped):
