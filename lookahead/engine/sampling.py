@@ -158,6 +158,11 @@ class NextTokenRule:
         return _ends(self.criteria) if self._asks else None
 
     @property
+    def is_at_start(self) -> bool:
+        """Whether no token has been emitted."""
+        return self.ids.shape[1] == self._width
+
+    @property
     def length(self) -> int:
         """Of the prompt and the text of a single sequence."""
         return self._width + len(self.new)

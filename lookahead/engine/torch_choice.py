@@ -7,6 +7,7 @@ ids, other devices, and where rounding might decide.
 from collections.abc import Sequence
 
 import torch
+from transformers import LogitsProcessorList
 
 from lookahead.cpu.choice import Warp
 from lookahead.engine.sampling import NextTokenRule
@@ -21,8 +22,11 @@ def emit(rule: NextTokenRule, logits: torch.Tensor, changed: torch.Tensor | None
     settings = rule.settings
     raw = _with_ended(rule, logits.to(dtype=torch.float32, device=rule.ids.device, copy=True))
     scores, done = (raw, 0) if changed is None or rule.choice is None else (changed, len(rule.choice[0]))
-    for processor in rule.processors[done:]:  # as LogitsProcessorList does, which also inspects every signature
-        scores = processor(rule.ids, scores)
+    if rule.is_at_start:  # inspects signatures, which takes as long as some processors, so only once
+        scores = LogitsProcessorList(rule.processors[done:])(rule.ids, scores)  # type: ignore[arg-type]  # of int64
+    else:
+        for processor in rule.processors[done:]:
+            scores = processor(rule.ids, scores)
     if rule.scores is not None:
         rule.scores += (scores,)
     if rule.logits is not None:

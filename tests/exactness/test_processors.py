@@ -242,6 +242,29 @@ def test_what_a_processor_returns_is_its_own(make):
     assert torch.equal(table, before)
 
 
+class Third(LogitsProcessor):
+    def __call__(self, input_ids, scores, third=None):
+        return scores
+
+
+class Keywords(LogitsProcessor):
+    def __call__(self, input_ids, scores, **kwargs):
+        return scores
+
+
+@pytest.mark.parametrize("kind", [Third, Keywords])
+@pytest.mark.parametrize("draws", [False, True])
+@pytest.mark.parametrize("sequences", [1, 2])
+def test_a_processor_with_further_parameters_is_refused_as_by_generate(kind, draws, sequences):
+    model, ids = known_model("llama", 1), torch.tensor([[5, 6, 7, 8, 5, 6, 7]]).repeat(sequences, 1)
+    lookahead.wrap(model)
+    with pytest.raises(ValueError, match="required parameters") as ours:
+        model.generate(ids, max_new_tokens=4, do_sample=draws, logits_processor=[kind()])
+    with pytest.raises(ValueError, match="required parameters") as plain:
+        lookahead.unwrap(model).generate(ids, max_new_tokens=4, do_sample=draws, logits_processor=[kind()])
+    assert str(ours.value) == str(plain.value)
+
+
 ODD = {
     "no ends": lambda: MinLengthLogitsProcessor(20, []),
     "no new ends": lambda: MinNewTokensLengthLogitsProcessor(7, 20, []),
