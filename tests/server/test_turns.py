@@ -94,17 +94,17 @@ def test_an_answer_is_found_as_it_was_written(read, tokenizer):
 def test_results_are_read_in_the_order_of_their_calls(path):
     """Clients send them as tools end. A template that shows no names of calls would give a call another's result."""
 
-    def read(names):
+    def read(names, called="abc"):
         if path == CHAT:
-            calls = [{"id": name, "type": "function", "function": {"name": "f", "arguments": "{}"}} for name in "abc"]
+            calls = [{"id": name, "type": "function", "function": {"name": "f", "arguments": "{}"}} for name in called]
             results = [{"role": "tool", "tool_call_id": name, "content": f"of {name}"} for name in names]
             body = {"messages": [ASKED[1], {"role": "assistant", "tool_calls": calls}, *results]}
         elif path == RESPONSE:
-            calls = [{"type": "function_call", "call_id": name, "name": "f", "arguments": "{}"} for name in "abc"]
+            calls = [{"type": "function_call", "call_id": name, "name": "f", "arguments": "{}"} for name in called]
             results = [{"type": "function_call_output", "call_id": name, "output": f"of {name}"} for name in names]
             body = {"input": [ASKED[1], *calls, *results]}
         else:
-            calls = [{"type": "tool_use", "id": name, "name": "f", "input": {}} for name in "abc"]
+            calls = [{"type": "tool_use", "id": name, "name": "f", "input": {}} for name in called]
             results = [{"type": "tool_result", "tool_use_id": name, "content": f"of {name}"} for name in names]
             turns = {"role": "assistant", "content": calls}, {"role": "user", "content": results}
             body = {"messages": [ASKED[1], *turns], "max_tokens": 1}
@@ -114,6 +114,8 @@ def test_results_are_read_in_the_order_of_their_calls(path):
         assert read(names) == ["of a", "of b", "of c"]
     assert read("ca") == ["of a", "of c"]
     assert read("bxa") == ["of b", "of x", "of a"]  # whose x belongs to is not known
+    assert read("baa", called="aba") == ["of a", "of b", "of a"]
+    assert read("baa") == ["of b", "of a", "of a"]  # nor whose the second of a is
 
 
 ALTERNATES = (

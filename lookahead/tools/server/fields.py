@@ -7,6 +7,7 @@ and settings of ``model.generate``.
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -825,9 +826,11 @@ def _in_order_of_calls(messages: list[dict]) -> list[dict]:
     for is_result, those in groupby(messages, lambda one: one["role"] == "tool"):
         run = list(those)
         if is_result and found:
-            places = {call.get("id"): place for place, call in enumerate(found[-1].get("tool_calls", ()))}
-            if all(result.get("tool_call_id") in places for result in run):
-                run.sort(key=lambda result: places[result.get("tool_call_id")])
+            calls = [call.get("id") for call in found[-1].get("tool_calls", ())]
+            results = [result.get("tool_call_id") for result in run]
+            if Counter(results) <= Counter(calls):  # clients may give several calls one name
+                places = {name: iter([at for at, call in enumerate(calls) if call == name]) for name in calls}
+                run.sort(key=lambda result: next(places[result.get("tool_call_id")]))
         found += run
     return found
 
