@@ -355,6 +355,11 @@ def heads_of(family, heads):
     return many, many if family in LATENT else few, size
 
 
+def first_and_last(family):
+    """The first and the last output of a tiny model's layers."""
+    return (0, 1) if family == "longcat_flash" else (0, 2)  # two layers of the cache are one of the model
+
+
 def sizes(family, width, intermediate, size, heads=4, key_heads=2):
     """Settings of a model of this width, with this size of heads if the family lets it choose."""
     if family == "opt":
@@ -609,7 +614,7 @@ def test_it_reads_prompts_as_the_model_does(family, counts, at_once, keep, dtype
         in_blocks(model, 1)
     model = as_loaded(model, dtype)
     adapter = capabilities.find_adapter(model)
-    layers = (0, 1) if family == "longcat_flash" else (0, 2)  # two layers of the cache are one of the model
+    layers = first_and_last(family)
     eager = EagerRunner(model, adapter, layers)
     fused = FusedRunner(model, adapter, layers, packs or family in TRANSPOSED)
     caches = [adapter.make_cache() for _ in range(2)]
@@ -1082,7 +1087,8 @@ def test_a_prompt_holds_the_same_bits_in_whatever_portions_it_is_read(family, co
     note(f"{family=} {count=} {portion=} {at_once=} {dtype=} {seed=}")
     model = tiny_model(family, seed, max_position_embeddings=1024, **sizes(family, 64, 64, 16)).to(dtype)
     adapter = capabilities.find_adapter(model)
-    runner = FusedRunner(model, adapter, (0, 2), family in TRANSPOSED)
+    layers = first_and_last(family)
+    runner = FusedRunner(model, adapter, layers, family in TRANSPOSED)
     assume(runner.most_read >= count)
     prompt = torch.from_numpy(np.random.default_rng(seed).integers(3, 97, (1, count)))
     found = []
@@ -1091,7 +1097,7 @@ def test_a_prompt_holds_the_same_bits_in_whatever_portions_it_is_read(family, co
             cache = adapter.make_cache()
             outputs = [runner.prefill(part, cache, count, as_steps=True) for part in prompt.split(size, dim=1)]
             found.append([torch.cat([output.logits for output in outputs])])
-            found[-1] += [torch.cat([output.hidden_states[layer] for output in outputs]) for layer in (0, 2)]
+            found[-1] += [torch.cat([output.hidden_states[layer] for output in outputs]) for layer in layers]
     assert all(map(torch.equal, *found))
 
 
