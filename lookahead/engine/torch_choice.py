@@ -32,9 +32,9 @@ def emit(rule: NextTokenRule, logits: torch.Tensor, changed: torch.Tensor | None
     if rule.logits is not None:
         rule.logits += (raw,)
     is_usual = scores.dtype == torch.float32 and scores.ndim == 2 and len(scores) == 1
-    token = rule.choose(scores, 0, Warp()) if is_usual else None
+    token, no_choice = rule.choose(scores, 0, Warp()) if is_usual else None, None
     if token is not None:
-        chosen, no_choice = scores.new_tensor([token], dtype=torch.long), scores.new_tensor([False])
+        chosen = scores.new_tensor([token], dtype=torch.long)
     elif settings.do_sample:
         probabilities = torch.nn.functional.softmax(scores, dim=-1)
         no_choice = probabilities[:, 0].isnan()  # one NaN in a row, or nothing but -inf, makes all of it NaN
@@ -43,7 +43,6 @@ def emit(rule: NextTokenRule, logits: torch.Tensor, changed: torch.Tensor | None
         chosen = torch.cat([torch.multinomial(part, 1, generator=own) for part, own in pairs]).squeeze(1)
     else:
         chosen = torch.argmax(scores, dim=-1)  # a NaN ranks highest, as it does to generate()
-        no_choice = torch.zeros_like(chosen, dtype=torch.bool)
     if settings.pad_token is not None and len(rule.ids) > 1:
         chosen = chosen.where(rule.unfinished, settings.pad_token)
     return _record(rule, chosen, no_choice)
@@ -51,19 +50,21 @@ def emit(rule: NextTokenRule, logits: torch.Tensor, changed: torch.Tensor | None
 
 def record(rule: NextTokenRule, token: int) -> int:
     """`NextTokenRule.record` for criteria that see the ids of each token."""
-    chosen = torch.tensor([token], device=rule.ids.device)
-    (written,) = _record(rule, chosen, torch.zeros_like(chosen, dtype=torch.bool))
+    (written,) = _record(rule, torch.tensor([token], device=rule.ids.device))
     return written
 
 
-def _record(rule: NextTokenRule, chosen: torch.Tensor, no_choice: torch.Tensor) -> list[int]:
-    """Add the chosen tokens to their sequences, see which of these end, and stream them."""
+def _record(rule: NextTokenRule, chosen: torch.Tensor, no_choice: torch.Tensor | None = None) -> list[int]:
+    """Add the chosen tokens to their sequences, see which of these end, and stream them.
+
+    no_choice: the sequences, bool [sequences], of which no token could be drawn; None: there are none.
+    """
     rule.extend(chosen)
     rule.unfinished = rule.unfinished & ~rule.criteria(rule.ids, rule.scores)
     # A criterion may write another token into the ids. Plain decoding reads it there, and streams the chosen one.
-    of_each = [chosen, rule.ids[:, -1], rule.unfinished.long(), no_choice.long()]
-    tokens, written, unfinished, spoiled = torch.stack(of_each).tolist()
-    if any(spoiled):
+    of_each = [chosen, rule.ids[:, -1], rule.unfinished.long(), *([] if no_choice is None else [no_choice.long()])]
+    tokens, written, unfinished, *spoiled = torch.stack(of_each).tolist()
+    if any(map(any, spoiled)):
         raise RuntimeError(  # as multinomial does on a CPU
             f"the scores of the token at position {rule.ids.shape[1] - 1} are NaN, or all -inf: the model's weights or "
             "a logits processor are at fault, or the dtype is too narrow"
