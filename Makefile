@@ -93,6 +93,7 @@ $(INSTALLED): pyproject.toml constraints.txt setup.py $(wildcard $(CPP))
 
 $(WITH_TESTS): $(INSTALLED)
 	$(VENV)/bin/python -m pip install $(PIP_FLAGS) --constraint constraints.txt --editable ".[test]"
+	$(VENV)/bin/python setup.py -q build_kernels --inplace
 	touch $@
 
 $(VENV)/installed-with-docs: $(INSTALLED)

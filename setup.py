@@ -1,9 +1,11 @@
 """Builds the C++ into the packages: libraries for each kind of processor (`lookahead.cpu`) or for all (`ngram_pool`).
 
     pip install .                             # as pip does
-    python setup.py build_kernels --inplace   # into the sources, as an editable install does
+    pip install --editable .                  # into the sources, and only for processors like this machine's
+    python setup.py build_kernels --inplace   # into the sources, for all kinds
 
-Where they cannot be built, the install succeeds all the same, and `kernels/missing.txt` holds the reason.
+Libraries that the sources already hold are not built again. Where they cannot be built, the install succeeds all the
+same, and `kernels/missing.txt` holds the reason.
 """
 
 import os
@@ -62,8 +64,10 @@ def compiler() -> list[str]:
     """Return the command that calls the C++ compiler: CXX, g++ or clang++.
 
     Raises:
-        BuildError: There is none.
+        BuildError: There is none, or it would not be a POSIX system's.
     """
+    if os.name != "posix":
+        raise BuildError("it can be built only on POSIX systems")
     named = os.environ.get("CXX", "")
     try:
         command = shlex.split(named)
@@ -78,16 +82,17 @@ def compiler() -> list[str]:
     return command
 
 
-def call(command: Sequence[str | Path]) -> None:
-    """Run a compiler.
+def call(command: Sequence[str | Path]) -> str:
+    """Run a compiler, and return what it says.
 
     Raises:
         BuildError: It failed.
     """
     done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    output = done.stdout.decode(errors="replace")
     if done.returncode:
-        output = done.stdout.decode(errors="replace")
         raise BuildError(f"{shlex.join(map(str, command))} failed with status {done.returncode}\n{output}".rstrip())
+    return output
 
 
 def build_library(
@@ -120,31 +125,53 @@ def library_names(package: Path) -> dict[str, str]:
     return {kind: f"{kind}-{digest}.so" for kind in KINDS[package]}
 
 
-def build_kernels(package: Path, folder: Path) -> None:
-    """Build all libraries of a package into a folder.
+def kind_here(package: Path) -> str:
+    """The kind of this machine's processor, of those that a package is built for.
+
+    Raises:
+        BuildError: There is no compiler to ask, or it failed.
+    """
+    if len(KINDS[package]) == 1:
+        return next(iter(KINDS[package]))
+    macros = set(call([*compiler(), "-march=native", "-dM", "-E", "-x", "c++", os.devnull]).split())
+    needed = {"-DHAS_AMX": "__AMX_BF16__"}
+    return next(
+        kind
+        for kind, options in KINDS[package].items()
+        if all(needed.get(option, f"__{option.removeprefix('-m').upper()}__") in macros for option in options)
+    )
+
+
+def build_kernels(package: Path, folder: Path, kinds: Iterable[str]) -> None:
+    """Build the libraries of a package for some kinds of processors into a folder.
 
     Raises:
         BuildError: There is no compiler, or it failed.
     """
-    if os.name != "posix":
-        raise BuildError("it can be built only on POSIX systems")
     command, sources = compiler(), sorted((ROOT / package).glob("*.cpp"))
+    names = library_names(package)
+    with tempfile.TemporaryDirectory() as path, ThreadPoolExecutor(os.cpu_count()) as threads:
 
-    def build_one(of: tuple[str, str]) -> None:
-        kind, name = of
-        options = [*(["-march=x86-64"] if IS_X86 else []), *KINDS[package][kind]]
-        with tempfile.TemporaryDirectory() as path:
-            objects = compiled(sources, Path(path), command, options)
-            link(folder / name, command, objects, LINKING)
-            if IS_MAC:
-                return
-            try:
-                glibc_needed((folder / name).read_bytes())
-            except BuildError:  # with what else this system has
-                link(folder / name, command, objects, ["-fopenmp"])
+        def compile_one(kind: str, source: Path) -> Path:
+            options = [*(["-march=x86-64"] if IS_X86 else []), *KINDS[package][kind]]
+            (of_kind := Path(path, kind)).mkdir(exist_ok=True)
+            (made,) = compiled([source], of_kind, command, options)
+            return made
 
-    with ThreadPoolExecutor(os.cpu_count()) as threads:
-        list(threads.map(build_one, library_names(package).items()))
+        objects = {kind: [threads.submit(compile_one, kind, source) for source in sources] for kind in kinds}
+        for kind, made in objects.items():
+            link_portable(folder / names[kind], command, [one.result() for one in made])
+
+
+def link_portable(library: Path, compiler: list[str], objects: Sequence[Path]) -> None:
+    """Link a library that needs glibc alone, or else with what else this system has."""
+    link(library, compiler, objects, LINKING)
+    if IS_MAC:
+        return
+    try:
+        glibc_needed(library.read_bytes())
+    except BuildError:
+        link(library, compiler, objects, ["-fopenmp"])
 
 
 def glibc_of(libraries: Iterable[Path]) -> int | None:
@@ -194,24 +221,20 @@ class BuildKernels(Command):
             self._build(package, folder)
 
     def _build(self, package: Path, folder: Path) -> None:
-        beside = ROOT / package / "kernels"
-        ready = [beside / name for name in library_names(package).values()]
-        is_ready = not TARGET and all(library.exists() for library in ready)
-        if is_ready and folder == beside:
-            return
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
+        names, beside = library_names(package), ROOT / package / "kernels"
+        ready = {} if TARGET else {kind: beside / name for kind, name in names.items() if (beside / name).exists()}
+        folder.mkdir(parents=True, exist_ok=True)
+        for other in {*folder.iterdir()} - {*ready.values()}:
+            other.unlink()
         try:
-            if is_ready:
-                for library in ready:
-                    shutil.copy(library, folder)
-            else:
-                build_kernels(package, folder)
+            kinds = [kind_here(package)] if self.editable_mode else list(names)
+            build_kernels(package, folder, [kind for kind in kinds if kind not in ready])
         except BuildError as error:
-            shutil.rmtree(folder)
-            folder.mkdir()
             (folder / "missing.txt").write_text(str(error), encoding="utf-8")
             self.warn(f"the C++ of {package} is not built, so slower code will serve: {error}")
+        if folder != beside:
+            for library in ready.values():
+                shutil.copy(library, folder)
 
     @property
     def libraries(self) -> list[Path]:

@@ -33,7 +33,7 @@ def built_by(compiler, folder, monkeypatch):
     """Install with a compiler; then there is this in the folder."""
     monkeypatch.setenv("CXX", compiler)
     try:
-        setup.build_kernels(setup.KERNELS, folder)
+        setup.build_kernels(setup.KERNELS, folder, setup.FLAVOURS)
     except setup.BuildError as error:
         (folder / "missing.txt").write_text(str(error))
 
@@ -87,6 +87,17 @@ def test_sources_that_nobody_installed_say_how_to(folder):
 def test_a_library_of_other_sources_is_not_loaded(folder):
     (folder / f"{native.CAPABILITY}-0123456789abcdef.so").write_bytes(b"")
     assert "has changed since it was built" in native.why_missing()
+
+
+def test_a_library_for_another_kind_of_processor_is_not_loaded(folder):
+    (folder / f"ANOTHER-{cpp.digest(native.PACKAGE)}.so").write_bytes(b"")
+    why = native.why_missing()
+    assert f"built for ANOTHER, but is to run as {native.CAPABILITY}" in why
+    assert "setup.py build_kernels" in why
+
+
+def test_the_kind_of_this_processor_is_that_which_torch_says():
+    assert setup.kind_here(setup.KERNELS) == native.CAPABILITY
 
 
 def test_a_library_that_cannot_be_loaded_is_not_fatal(folder):

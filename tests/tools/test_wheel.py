@@ -179,6 +179,31 @@ def test_a_source_distribution_has_what_is_built_from(sources, tmp_path):
     assert {*map(str, SOURCES), "ngram_pool/cpp.py", "setup.py"} <= held
 
 
+def test_an_editable_install_builds_for_this_processor_and_then_only_what_is_missing(sources, tmp_path):
+    """The compiler says what the true one says of this machine, and what it makes is empty."""
+    pretended, made = tmp_path / "pretended", tmp_path / "made"
+    pretended.write_text(
+        '#!/bin/sh\ncase "$*" in *-dM*) exec g++ "$@";; *-shared*) echo linked >> ' + str(made) + ";; esac\n"
+        'while [ $# -gt 1 ]; do shift; done; : > "$1"\n'
+    )
+    pretended.chmod(0o755)
+    environment = os.environ | {"CXX": str(pretended)}
+    editable = f"from setuptools import build_meta; build_meta.build_editable({str(tmp_path)!r})"
+    whole = {package: setup.library_names(package) for package in setup.KINDS}
+    here = {package: names[setup.kind_here(package)] for package, names in whole.items()}
+    stale = sources / setup.KERNELS / "kernels" / "AVX2-0123456789abcdef.so"
+    stale.parent.mkdir()
+    stale.touch()
+    for command, expected in (
+        (["-c", editable], {package: {name} for package, name in here.items()}),
+        (["setup.py", "build_kernels", "--inplace"], {package: {*names.values()} for package, names in whole.items()}),
+    ):
+        subprocess.run([sys.executable, *command], cwd=sources, env=environment, check=True, capture_output=True)
+        for package, names in expected.items():
+            assert {file.name for file in (sources / package / "kernels").iterdir()} == names
+    assert made.read_text().count("linked") == sum(map(len, whole.values()))
+
+
 def test_an_editable_install_is_found_beside_a_clone_of_the_same_name(sources, tmp_path):
     """In the folder that holds the clone, Python also finds the clone itself: a namespace without any file."""
     clone, site = sources.rename(tmp_path / "lookahead"), tmp_path / "site"
