@@ -86,9 +86,10 @@ format: $(WITH_TESTS)
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
+# Python compiles what it imports, when it does: sooner done than all of torch.
 $(INSTALLED): pyproject.toml constraints.txt setup.py $(wildcard $(CPP))
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install $(PIP_FLAGS) --constraint constraints.txt --editable ".[gguf]"
+	$(VENV)/bin/python -m pip install --no-compile $(PIP_FLAGS) --constraint constraints.txt --editable ".[gguf]"
 	touch $@
 
 $(WITH_TESTS): $(INSTALLED)

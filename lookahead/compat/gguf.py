@@ -54,6 +54,20 @@ def metadata_read_once() -> Iterator[None]:
         loading.load_gguf_checkpoint = read
 
 
+@contextmanager
+def _table_of_names_made_once() -> Iterator[None]:
+    """In this block, transformers gets gguf's table of an architecture's names only once, instead of for each module,
+    which takes seconds.
+    """
+    package: Any = import_module("gguf")
+    make = package.get_tensor_name_map
+    package.get_tensor_name_map = cache(make)
+    try:
+        yield
+    finally:
+        package.get_tensor_name_map = make
+
+
 def has_conversions(architecture: str) -> bool:
     """Whether transformers (from 5.24 on) loads files of this architecture by a way that this module does not know."""
     with suppress(ImportError, AttributeError):
@@ -68,7 +82,8 @@ class Conversion:
         """architecture, config: of the file's model."""
         loading = import_module(_LOADING)
         self._processor = loading.TENSOR_PROCESSORS.get(architecture, loading.TensorProcessor)(config=config)
-        self._names = loading.get_gguf_hf_weights_map(model, self._processor)
+        with _table_of_names_made_once():
+            self._names = loading.get_gguf_hf_weights_map(model, self._processor)
 
     def name_of(self, name: str) -> str | None:
         """The parameter that a tensor becomes; None if there is none, or if it holds several tensors."""
