@@ -8,7 +8,6 @@ from transformers import GenerationMixin, PreTrainedModel
 
 from lookahead.compat import is_compiled_wrapper
 from lookahead.config import LookaheadConfig
-from lookahead.cpu import products
 from lookahead.engine import loop
 from lookahead.engine.engine import Lookahead
 from lookahead.guessing.bigrams import new_pool
@@ -153,24 +152,12 @@ def wrap(
 
 def _prepare(model: PreTrainedModel, engine: Lookahead) -> None:
     """Test the model with the engine's settings, and attach the engine to it."""
-    before = _engine(model)
-    _use_kernels(model, engine.config.cpu_kernels)
-    try:
-        if not model.config.is_encoder_decoder and state_of(model).why_plain() is None:
-            engine.adapter = find_adapter(model, engine.config.cpu_kernels)
-            fused_runner(model, engine.adapter, packs=engine.config.pack_weights)  # copies the weights now
-    except BaseException:
-        _use_kernels(model, before is not None and before.config.cpu_kernels)
-        raise
-    model.lookahead = engine  # type: ignore[assignment]  # neither a Tensor nor a module
-
-
-def _use_kernels(model: PreTrainedModel, uses_them: bool) -> None:
-    if uses_them:
-        products.install(model)
-    else:
-        products.remove(model.modules())
+    if not model.config.is_encoder_decoder and state_of(model).why_plain() is None:
+        engine.adapter = find_adapter(model, engine.config.cpu_kernels)
+        fused_runner(model, engine.adapter, packs=engine.config.pack_weights)  # copies the weights now
+    if not engine.config.cpu_kernels:
         packed.forget(model)
+    model.lookahead = engine  # type: ignore[assignment]  # neither a Tensor nor a module
 
 
 def unwrap(model: PreTrainedModel) -> PreTrainedModel:
@@ -184,6 +171,6 @@ def unwrap(model: PreTrainedModel) -> PreTrainedModel:
         with model.lookahead.while_idle("unwrapped"):
             model.__class__ = _own_class(type(model))
             del model.lookahead
-            _use_kernels(model, False)
+            packed.forget(model)
             forget(model)
     return model

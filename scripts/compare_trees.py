@@ -23,7 +23,6 @@ from bench.pages import command_line, heading, show_results, table
 from bench.timing import waited
 from bench.tiny_models import random_model, tiny_config
 from lookahead import LookaheadConfig
-from lookahead.cpu import products
 from lookahead.models import branching
 from lookahead.passes import capabilities, verdicts
 from lookahead.passes.environment import environment
@@ -112,7 +111,6 @@ def time_rows(model: PreTrainedModel, name: str, seconds: float) -> dict:
     read = lambda: [weight.detach().flatten().view(torch.int16).max() for weight in weights]  # noqa: E731
     reading = min(waited(read, model.device) for _ in range(3))
     row: dict = {"shape": name, "reading": reading * 1e3}
-    products.install(model)
     with chains_alone(model):
         chains = EagerRunner(model, capabilities.find_adapter(model))
     assert not chains.adapter.can_branch

@@ -1,7 +1,9 @@
 """Linear layers on a CPU: the formats of their weights, and `DecodingLinear`, which uses our kernels while decoding."""
 
 import ctypes
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from enum import IntEnum
 from functools import cache, partial
 from typing import NamedTuple
@@ -9,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from lookahead.compat import is_compiled
 from lookahead.cpu import native
 from lookahead.decoding_pass import current_pass
 
@@ -201,7 +204,7 @@ def pointer(tensor: torch.Tensor | None) -> int:
 
 
 class DecodingLinear(nn.Linear):
-    """A linear layer that uses our kernel in passes of the decoding loop, and torch everywhere else."""
+    """A linear layer while passes of the decoding loop run. In these it uses our kernel, and torch elsewhere."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if not torch.compiler.is_compiling():  # code that a user compiles has torch's products
@@ -214,20 +217,48 @@ class DecodingLinear(nn.Linear):
         return nn.Linear.forward(self, input)  # accelerate may call this for a layer that is no longer of this class
 
 
-def install(model: nn.Module) -> list[nn.Linear]:
-    """Make the larger plain linear layers `DecodingLinear`, and return them. Parameters and hooks stay as they are."""
-    layers = [layer for layer in model.modules() if type(layer) is nn.Linear and layer.weight.numel() >= MIN_WEIGHTS]
-    for layer in layers:
-        layer.__class__ = DecodingLinear
-    return layers
+def served_layers(model: nn.Module) -> list[nn.Linear]:
+    """The larger plain linear layers of a model that computes on a CPU.
+
+    There are none if a part of it is compiled: that uses torch's products.
+    """
+    modules = list(model.modules())
+    if any(map(is_compiled, modules)):
+        return []
+    layers = [module for module in modules if isinstance(module, nn.Linear) and classes_of([module]) == [nn.Linear]]
+    # A weight without memory is loaded when its layer computes.
+    return [layer for layer in layers if layer.weight.device.type != "cuda" and layer.weight.numel() >= MIN_WEIGHTS]
 
 
-def are_installed(model: nn.Module) -> bool:
-    return DecodingLinear in map(type, model.modules())
+@contextmanager
+def installed(layers: Sequence[nn.Linear]) -> Iterator[None]:
+    """In this block, these layers are `DecodingLinear`. Parameters and hooks stay as they are.
+
+    Between passes they have their own class, which libraries that quantize or extend linear layers look for.
+    """
+    global _passes
+    with _lock:
+        _passes += 1
+        for layer in layers:
+            if type(layer) is nn.Linear:
+                layer.__class__ = DecodingLinear
+                _changed.append(layer)
+    try:
+        yield
+    finally:
+        with _lock:
+            _passes -= 1
+            if not _passes:  # passes of other threads may need the same layers
+                for layer in _changed:
+                    if type(layer) is DecodingLinear:
+                        layer.__class__ = nn.Linear  # type: ignore[assignment]  # it was made as an nn.Linear
+                _changed.clear()
 
 
-def remove(modules: Iterable[nn.Module]) -> None:
-    """Undo `install` for these modules."""
-    for module in modules:
-        if type(module) is DecodingLinear:
-            module.__class__ = nn.Linear  # type: ignore[assignment]  # it was made as an nn.Linear
+_lock, _passes = threading.Lock(), 0
+_changed: list[nn.Linear] = []
+
+
+def classes_of(modules: Iterable[nn.Module]) -> list[type[nn.Module]]:
+    """The modules' own classes, also while passes run."""
+    return [nn.Linear if cls is DecodingLinear else cls for cls in map(type, modules)]

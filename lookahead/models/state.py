@@ -19,6 +19,7 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from lookahead import compat
+from lookahead.cpu.products import classes_of
 from lookahead.models import attention
 from lookahead.models.kept import ATTRIBUTE, OfModels
 from lookahead.models.origin import Foreign, Origin, code_of, is_defined, is_own
@@ -62,7 +63,7 @@ class State:
         """before: of the same model."""
         self._modules = list(model.modules())[1:]  # the model itself would be kept alive
         modules = [model, *self._modules]
-        self._classes = list(map(type, modules))
+        self._classes = classes_of(modules)
         found = [compat.dictionaries_of(module) for module in modules]
         self._dictionaries = [*found[0][1], *(d for own, others, _ in found[1:] for d in (own, *others))]
         self._filled = [d for d in self._dictionaries if d]
@@ -152,7 +153,7 @@ class State:
             and all(map(is_, values, self._values))
             and _identities(model) == self._own
             and all(value == before for value, before in self._lists)
-            and all(map(is_, map(type, self._modules), self._classes[1:]))
+            and classes_of(self._modules) == self._classes[1:]
             and type(model) is self._classes[0]
             and _kinds(self._tensors) == self._kinds
             and repr(list(map(_settings, self._configs))) == self._settings

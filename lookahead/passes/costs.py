@@ -21,7 +21,7 @@ import xxhash
 from transformers import PreTrainedModel
 
 from lookahead.compat import attention_implementation, settings_of
-from lookahead.cpu import native, products
+from lookahead.cpu import native
 from lookahead.models.adapter import device_of
 from lookahead.models.kept import OfModels
 from lookahead.passes.environment import environment
@@ -184,7 +184,6 @@ def step_costs(runner: EagerRunner, anew: float | None = None) -> StepCosts:
         runner.weight_bytes,
         adapter.uses_kernels,
         native.CAPABILITY,  # its user may forbid instructions that the processor has
-        products.are_installed(model),
         model.dtype,
         device_of(model),
         torch.get_num_threads(),

@@ -8,17 +8,20 @@
 `EagerRunner` runs the model's own code. `fused.FusedRunner` and `graphs.GraphRunner` run some steps faster.
 """
 
-from collections.abc import Hashable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from lookahead.compat import forward_arguments
+from lookahead.cpu import products
 from lookahead.decoding_pass import DecodingPass
 from lookahead.models.adapter import ModelAdapter, device_of
 from lookahead.models.cache import AnyCache, LookaheadCache, SeparateCaches
@@ -222,10 +225,17 @@ class EagerRunner:
             self.run([step], cache)
             cache.commit([step], [[0]])
 
-    def _in_pass(self, forest: "Forest | None" = None, places: "Places | None" = None) -> AbstractContextManager[None]:
+    @contextmanager
+    def _in_pass(self, forest: "Forest | None" = None, places: "Places | None" = None) -> Iterator[None]:
         """The context of each call of the model."""
         adapter = self.adapter
-        return DecodingPass(adapter.splits_attention, adapter.uses_kernels, forest=forest, places=places)
+        decoding = DecodingPass(adapter.splits_attention, adapter.uses_kernels, forest=forest, places=places)
+        with decoding, products.installed(self._served if decoding.uses_kernels else ()):
+            yield
+
+    @cached_property
+    def _served(self) -> list[nn.Linear]:
+        return products.served_layers(self.model)
 
 
 class Pass(NamedTuple):

@@ -43,7 +43,6 @@ from lookahead.extending import (
     draws_at,
     grow,
     lay_out,
-    products,
     step_costs,
     synchronize,
     top_k,
@@ -278,8 +277,6 @@ class DraftModelSource(GuessSource):
             if engine is not None:
                 config = engine.config
                 stack.enter_context(engine.call())
-            elif config.cpu_kernels:
-                stack.callback(products.remove, products.install(self.model))
             runner = choose_runner(self.model, config)[0]
             stack.callback(runner.end)
             yield runner

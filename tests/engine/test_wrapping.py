@@ -23,6 +23,7 @@ from lookahead.guessing.budget import TRIAL_STEPS, WindowTrials
 from lookahead.models import kept
 from lookahead.models.state import state_of
 from lookahead.passes import probe
+from lookahead.passes.fused import FusedRunner
 from lookahead.passes.packed import packed_of
 from ngram_pool import native as of_pools
 
@@ -185,7 +186,6 @@ def test_a_model_that_is_refused_is_left_as_it_was():
     model.__class__ = type("Forgetful", (type(model),), {})  # an architecture of its own, not one that is patched
     with pytest.raises(lookahead.UnsupportedModelError):
         lookahead.wrap(model)
-    assert not products.are_installed(model)
     assert not hasattr(model, "lookahead")
 
 
@@ -232,7 +232,6 @@ def test_a_refused_change_leaves_everything_as_it_was():
 
 def test_a_probe_that_is_interrupted_leaves_the_kernels(monkeypatch):
     model = lookahead.wrap(small_llama())
-    assert products.are_installed(model)
 
     def interrupted(*args):
         raise KeyboardInterrupt
@@ -240,7 +239,74 @@ def test_a_probe_that_is_interrupted_leaves_the_kernels(monkeypatch):
     monkeypatch.setattr("lookahead.wrapping.find_adapter", interrupted)
     with pytest.raises(KeyboardInterrupt):
         lookahead.wrap(model, LookaheadConfig(cpu_kernels=False))
-    assert products.are_installed(model)
+    assert model.lookahead.config.cpu_kernels
+    assert type(model.lookahead.find_runner(model)) is FusedRunner
+
+
+def classes(model):
+    return [type(module) for module in model.modules()][1:]
+
+
+def test_layers_have_their_own_classes_but_in_passes(monkeypatch):
+    """Libraries look for `type(layer) is nn.Linear`."""
+    monkeypatch.setattr(products, "MIN_WEIGHTS", 1)
+    model = tiny_model("zaya")  # there is no program for it
+    own, in_passes, between = classes(model), [], []
+    model.get_output_embeddings().register_forward_hook(lambda *_: in_passes.append(classes(model)))
+    lookahead.wrap(model)
+    assert any(products.DecodingLinear in found for found in in_passes)
+    assert classes(model) == own
+    text, in_passes[:] = state_of(model).text, []
+
+    class Looks(StoppingCriteria):
+        def __call__(self, input_ids, scores, **kwargs):
+            between.append(classes(model))
+            return torch.zeros(len(input_ids), dtype=torch.bool)
+
+    model.generate(IDS, stopping_criteria=[Looks()], **GREEDY)
+    assert any(products.DecodingLinear in found for found in in_passes)
+    assert all(found == own for found in between)
+    with products.installed(products.served_layers(model)):  # as in another thread
+        assert classes(model) != own
+        assert state_of(model).text == text
+        with products.installed(products.served_layers(model)):
+            pass
+        assert classes(model) != own, "the pass of another thread still runs"
+    assert classes(model) == own
+
+
+@pytest.mark.parametrize("name", ["llama", "zaya"])
+def test_a_wrapped_model_is_quantized_as_any_other(name, monkeypatch):
+    monkeypatch.setattr(products, "MIN_WEIGHTS", 1)
+    model = tiny_model(name)
+
+    def quantized(given):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return torch.ao.quantization.quantize_dynamic(given, {torch.nn.Linear}, dtype=torch.qint8)
+
+    plain = quantized(copy.deepcopy(model))
+    lookahead.wrap(model)
+    model.generate(IDS, **GREEDY)
+    found = quantized(model)
+    assert classes(found) == classes(plain)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert found.generate(IDS, **GREEDY).equal(plain.generate(IDS, **GREEDY))
+
+
+@pytest.mark.parametrize("name", ["llama", "zaya"])
+def test_a_wrapped_model_is_parametrized_as_any_other(name, monkeypatch):
+    monkeypatch.setattr(products, "MIN_WEIGHTS", 1)
+    model = lookahead.wrap(tiny_model(name))
+    model.generate(IDS, **GREEDY)
+    head = model.get_output_embeddings()
+    torch.nn.utils.parametrize.register_parametrization(head, "weight", torch.nn.Hardtanh(-0.05, 0.05))
+    assert type(head).__name__ == "ParametrizedLinear"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = model.generate(IDS, **GREEDY)
+        assert found.equal(lookahead.unwrap(model).generate(IDS, **GREEDY))
 
 
 def test_a_subclass_of_the_wrapped_class_decodes():

@@ -6,6 +6,7 @@ import multiprocessing
 import pickle
 import threading
 import weakref
+from contextlib import ExitStack
 from unittest import mock
 
 import pytest
@@ -21,7 +22,7 @@ from zoo import SETTINGS, tiny_model
 import lookahead
 from lookahead import LookaheadConfig, NgramPool
 from lookahead.cpu import gemm, native, products
-from lookahead.cpu.products import DecodingLinear, Format, Linear, install, remove
+from lookahead.cpu.products import DecodingLinear, Format, Linear, installed, served_layers
 from lookahead.decoding_pass import DecodingPass
 from lookahead.passes.graphs import StepGraphs
 from ngram_pool import GuessTree
@@ -44,6 +45,20 @@ def small_llama(dtype: torch.dtype = torch.float32, tied: bool = True) -> LlamaF
 def kernels_pass():
     """What a pass of the decoding loop runs in."""
     return DecodingPass(splits_attention=False, uses_kernels=True)
+
+
+_stack = ExitStack()
+
+
+@pytest.fixture(autouse=True)
+def _ends_passes():
+    with _stack:
+        yield
+
+
+def install(model) -> None:
+    """Until the test ends, the model's layers are what they are in a pass."""
+    _stack.enter_context(installed(served_layers(model)))
 
 
 def logits(model, length: int = 9, in_a_pass: bool = False) -> torch.Tensor:
@@ -157,7 +172,7 @@ def test_every_architecture_computes_the_same(name, monkeypatch):
     install(model)
     assert torch.equal(logits(model), plain), "outside of a pass, the layers are torch's"
     assert_near(logits(model, in_a_pass=True), plain)
-    remove(model.modules())
+    _stack.close()
     assert not any(isinstance(module, DecodingLinear) for module in model.modules())
 
 
@@ -217,8 +232,8 @@ def test_layers_get_each_its_own(calls, outputs, bias, dtype, inference):
     inputs = [torch.randn(2, 5, 64, dtype=dtype) for _ in range(2)]
     mode = torch.inference_mode() if inference else torch.no_grad()
     with mock.patch.object(products, "MIN_WEIGHTS", 0):
-        install(model)
-    with mode, kernels_pass():
+        layers = served_layers(model)
+    with mode, kernels_pass(), installed(layers):
         for number, x, replaced in calls:
             layer = model[names[number]]
             if replaced:

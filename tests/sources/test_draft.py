@@ -300,9 +300,9 @@ def test_a_draft_model_is_left_as_it_was(monkeypatch, fails):
     model, small = tiny_model("llama"), tiny_model("llama", seed=1)
     kinds = []
     compute = DraftGuesser._compute
+    small.lm_head.register_forward_hook(lambda layer, *_: kinds.append(type(layer)))
 
     def spied(self, *args):
-        kinds.append(products.are_installed(small))
         if fails:
             raise RuntimeError("no")
         compute(self, *args)
@@ -314,9 +314,7 @@ def test_a_draft_model_is_left_as_it_was(monkeypatch, fails):
             model.generate(IDS, max_new_tokens=5, do_sample=False)
     else:
         model.generate(IDS, max_new_tokens=5, do_sample=False)
-    assert kinds
-    assert all(kinds), "the draft model's products are not those of our kernel"
-    assert not products.are_installed(small)
+    assert products.DecodingLinear in kinds, "the draft model's products are not those of our kernel"
     assert type(small) is type(tiny_model("llama"))
     assert all(type(layer) is nn.Linear for layer in small.modules() if isinstance(layer, nn.Linear))
 
@@ -354,15 +352,6 @@ def test_a_batch_with_a_text_beyond_the_draft_models_context_is_written_without_
         model, prompts, {"max_new_tokens": 20, "do_sample": False}, LookaheadConfig(budget=8), 0,
         source=DraftModelSource(small),
     )  # fmt: skip
-
-
-def test_a_draft_model_that_shares_a_layer_leaves_it_its_kernel():
-    model, small = (tiny_model("llama", vocab_size=4096, hidden_size=64) for _ in range(2))
-    small.lm_head = model.lm_head
-    lookahead.wrap(model)
-    assert type(model.lm_head) is products.DecodingLinear
-    model.generate(IDS, max_new_tokens=5, do_sample=False, assistant_model=small)
-    assert type(model.lm_head) is products.DecodingLinear
 
 
 def test_passes_stop_where_they_do_not_pay(monkeypatch):

@@ -22,7 +22,6 @@ from zoo import VOCABULARY, tiny_model
 import lookahead
 from lookahead import DraftModelSource, LayerSkipSource, LookaheadConfig, PoolSource, UnsupportedModelError
 from lookahead.compat import is_compiled
-from lookahead.cpu import products
 from lookahead.models.cache import LookaheadCache
 from lookahead.passes import costs
 from lookahead.passes.capabilities import find_adapter
@@ -303,17 +302,6 @@ def test_a_part_is_given_back_even_if_half_of_it_was_written():
         raise ZeroDivisionError
     same = zip(state_of(cache), before, strict=True)
     assert all(torch.equal(a, b) for now, then in same for a, b in zip(now, then, strict=True))
-
-
-def test_the_models_kernels_stay(monkeypatch):
-    """The layers are the model's own, so what serves them must not be taken away when a draft ends."""
-    monkeypatch.setattr(products, "MIN_WEIGHTS", 1)
-    model = deep_model()
-    lookahead.wrap(model, source=LayerSkipSource(model, [1]))
-    kinds = [type(module) for module in model.modules()]
-    assert products.DecodingLinear in kinds
-    model.generate(IDS, **GREEDY)
-    assert [type(module) for module in model.modules()] == kinds
 
 
 # -- the model without layers -----------------------------------------------------------------------------------------
