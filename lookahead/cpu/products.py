@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
 from functools import cache, partial
-from typing import NamedTuple
+from typing import NamedTuple, SupportsIndex
 
 import torch
 from torch import nn
@@ -216,6 +216,10 @@ class DecodingLinear(nn.Linear):
                     return gemm.multiply(input, [linear])[0]
         return nn.Linear.forward(self, input)  # accelerate may call this for a layer that is no longer of this class
 
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple:
+        made, (_, *others), *rest = super().__reduce_ex__(protocol)  # type: ignore[misc, str-unpack]
+        return made, (nn.Linear, *others), *rest  # so are copies that are made while a pass runs
+
 
 def served_layers(model: nn.Module) -> list[nn.Linear]:
     """The larger plain linear layers of a model that computes on a CPU.
@@ -236,18 +240,18 @@ def installed(layers: Sequence[nn.Linear]) -> Iterator[None]:
 
     Between passes they have their own class, which libraries that quantize or extend linear layers look for.
     """
-    global _passes
-    with _lock:
-        _passes += 1
-        for layer in layers:
-            if type(layer) is nn.Linear:
-                layer.__class__ = DecodingLinear
-                _changed.append(layer)
+    here = object()
     try:
+        with _lock:
+            _passes.add(here)
+            for layer in layers:
+                if type(layer) is nn.Linear:
+                    _changed.append(layer)
+                    layer.__class__ = DecodingLinear
         yield
     finally:
         with _lock:
-            _passes -= 1
+            _passes.discard(here)
             if not _passes:  # passes of other threads may need the same layers
                 for layer in _changed:
                     if type(layer) is DecodingLinear:
@@ -255,7 +259,8 @@ def installed(layers: Sequence[nn.Linear]) -> Iterator[None]:
                 _changed.clear()
 
 
-_lock, _passes = threading.Lock(), 0
+_lock = threading.Lock()
+_passes = set[object]()
 _changed: list[nn.Linear] = []
 
 

@@ -252,11 +252,11 @@ def test_layers_have_their_own_classes_but_in_passes(monkeypatch):
     monkeypatch.setattr(products, "MIN_WEIGHTS", 1)
     model = tiny_model("zaya")  # there is no program for it
     own, in_passes, between = classes(model), [], []
-    model.get_output_embeddings().register_forward_hook(lambda *_: in_passes.append(classes(model)))
+    hook = model.get_output_embeddings().register_forward_hook(lambda *_: in_passes.append(classes(model)))
     lookahead.wrap(model)
     assert any(products.DecodingLinear in found for found in in_passes)
     assert classes(model) == own
-    text, in_passes[:] = state_of(model).text, []
+    in_passes.clear()
 
     class Looks(StoppingCriteria):
         def __call__(self, input_ids, scores, **kwargs):
@@ -266,9 +266,13 @@ def test_layers_have_their_own_classes_but_in_passes(monkeypatch):
     model.generate(IDS, stopping_criteria=[Looks()], **GREEDY)
     assert any(products.DecodingLinear in found for found in in_passes)
     assert all(found == own for found in between)
+    hook.remove()
+    text = state_of(model).text
     with products.installed(products.served_layers(model)):  # as in another thread
         assert classes(model) != own
         assert state_of(model).text == text
+        assert classes(copy.deepcopy(model)) == own
+        assert all(classes(pickle.loads(pickle.dumps(model, protocol))) == own for protocol in range(6))
         with products.installed(products.served_layers(model)):
             pass
         assert classes(model) != own, "the pass of another thread still runs"
