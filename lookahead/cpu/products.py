@@ -217,8 +217,8 @@ class DecodingLinear(nn.Linear):
         return nn.Linear.forward(self, input)  # accelerate may call this for a layer that is no longer of this class
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple:
-        made, (_, *others), *rest = super().__reduce_ex__(protocol)  # type: ignore[misc, str-unpack]
-        return made, (nn.Linear, *others), *rest  # so are copies that are made while a pass runs
+        _, _, *state = super().__reduce_ex__(protocol)  # type: ignore[str-unpack]  # it is a tuple
+        return object.__new__, (nn.Linear,), *state  # so are copies that are made while a pass runs
 
 
 def served_layers(model: nn.Module) -> list[nn.Linear]:
