@@ -112,7 +112,12 @@ def test_results_are_read_in_the_order_of_their_calls(path):
 
     for names in map("".join, permutations("abc")):
         assert read(names) == ["of a", "of b", "of c"]
-    assert read("ca") == ["of a", "of c"]
+    assert read("ba") == ["of a", "of b"]
+    assert read("ba", called="aba") == ["of a", "of b"]
+    for names in ("ca", "c", "b"):  # to the model, the result of c would be that of b
+        with pytest.raises(RefusedError, match=r"has no result.*give results of all calls") as refused:
+            read(names)
+        assert refused.value.param == ("input" if path == RESPONSE else "messages")
     assert read("bxa") == ["of b", "of x", "of a"]  # whose x belongs to is not known
     assert read("baa", called="aba") == ["of a", "of b", "of a"]
     assert read("baa") == ["of b", "of a", "of a"]  # nor whose the second of a is

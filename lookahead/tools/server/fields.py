@@ -281,9 +281,11 @@ def _asked(body: dict, path: str, vocabulary: int, reserved: Collection[str]) ->
                 "messages must not end with a tool_use: give a message of the user with its tool_result",
                 f"messages[{len(body['messages']) - 1}]",
             )
+    with blamed("input" if path == RESPONSE else "messages"):
+        messages = _in_order_of_calls(messages)
     thinks, effort = _reasoning(body)
     return Asked(
-        messages=_in_order_of_calls(messages),
+        messages=messages,
         continues=path in (MESSAGE, COUNT) and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1],
         tools=tools,
         variables=_variables(body.get("chat_template_kwargs", {}), reserved),
@@ -821,6 +823,8 @@ def _in_order_of_calls(messages: list[dict]) -> list[dict]:
 
     Clients send them as tools end, and name the calls. Most templates show no names: to the model, the first result is
     that of the first call.
+
+    Raises RefusedError if a call has a result, but an earlier one has none.
     """
     found = list[dict]()
     for is_result, those in groupby(messages, lambda one: one["role"] == "tool"):
@@ -829,8 +833,15 @@ def _in_order_of_calls(messages: list[dict]) -> list[dict]:
             calls = [call.get("id") for call in found[-1].get("tool_calls", ())]
             results = [result.get("tool_call_id") for result in run]
             if Counter(results) <= Counter(calls):  # clients may give several calls one name
-                places = {name: iter([at for at, call in enumerate(calls) if call == name]) for name in calls}
-                run.sort(key=lambda result: next(places[result.get("tool_call_id")]))
+                of_name = {name: iter([at for at, call in enumerate(calls) if call == name]) for name in calls}
+                at = {next(of_name[name]): result for name, result in zip(results, run, strict=True)}
+                run = [at[place] for place in sorted(at)]
+                if missing := {*range(max(at))} - {*at}:
+                    name = found[-1]["tool_calls"][min(missing)]["function"]["name"]
+                    raise RefusedError(
+                        f"a call of {name!r:.80} (id {calls[min(missing)]!r:.80}) has no result, though a later call "
+                        "has: give results of all calls"
+                    )
         found += run
     return found
 
