@@ -11,7 +11,6 @@
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -106,6 +105,7 @@ class EagerRunner:
         self.adapter = adapter
         self.requested = hidden_states
         self._extras = {"output_hidden_states": True} if hidden_states else {}
+        self._served: list[nn.Linear] | None = None  # by our kernels; None until a pass needs them
 
     def join(self, caches: list[LookaheadCache], expected_length: int = 0) -> AnyCache:
         """Return one cache for all of these, each of one sequence. A single one is returned as it is.
@@ -230,12 +230,10 @@ class EagerRunner:
         """The context of each call of the model."""
         adapter = self.adapter
         decoding = DecodingPass(adapter.splits_attention, adapter.uses_kernels, forest=forest, places=places)
-        with decoding, products.installed(self._served if decoding.uses_kernels else ()):
+        if decoding.uses_kernels and self._served is None:
+            self._served = products.served_layers(self.model)
+        with decoding, products.installed((self._served or ()) if decoding.uses_kernels else ()):
             yield
-
-    @cached_property
-    def _served(self) -> list[nn.Linear]:
-        return products.served_layers(self.model)
 
 
 class Pass(NamedTuple):
