@@ -196,6 +196,8 @@ def global_hooks_of_users() -> list[Callable]:
 def dictionaries_of(module: nn.Module) -> tuple[dict, tuple[dict, ...], tuple[dict, ...]]:
     """The dictionaries of a module: its attributes; its modules and hooks; its parameters and buffers."""
     own = vars(module)
+    if isinstance(module, torch.jit.ScriptModule):  # its parts are in C++
+        return own, ({}, own["_forward_hooks"], own["_forward_pre_hooks"]), ()
     return (
         own,
         (own["_modules"], own["_forward_hooks"], own["_forward_pre_hooks"]),
@@ -209,8 +211,11 @@ def has_own_call(module: nn.Module) -> bool:
 
 
 def replaces_forward(module: nn.Module) -> bool:
-    """Whether the module's own forward replaces its class's. One of trl's that calls the class's does not count."""
-    if vars(module).get("forward") is None:
+    """Whether the module's own forward replaces its class's. That one itself does not count, which accelerate leaves
+    there, nor one of trl's that calls it.
+    """
+    own = vars(module).get("forward")
+    if own is None or (inspect.ismethod(own) and own.__self__ is module and own.__func__ is type(module).forward):
         return False
     from lookahead.compat.trl import calls_forward_of_class  # other modules have no forward of their own
 

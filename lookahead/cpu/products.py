@@ -1,7 +1,7 @@
 """Linear layers on a CPU: the formats of their weights, and `DecodingLinear`, which uses our kernels while decoding."""
 
 import ctypes
-import threading
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
@@ -14,6 +14,7 @@ from torch import nn
 from lookahead.compat import is_compiled
 from lookahead.cpu import native
 from lookahead.decoding_pass import current_pass
+from ngram_pool.forks import Lock
 
 MIN_WEIGHTS = 2**16  # Weights in one call, at least. Below this, torch is faster.
 STRIDE = {torch.float32: 16, torch.bfloat16: 32}  # inputs that the kernel reads at a time
@@ -243,25 +244,38 @@ def installed(layers: Sequence[nn.Linear]) -> Iterator[None]:
     here = object()
     try:
         with _lock:
-            _passes.add(here)
+            _passes[here] = layers
             for layer in layers:
                 if type(layer) is nn.Linear:
-                    _changed.append(layer)
                     layer.__class__ = DecodingLinear
         yield
     finally:
         with _lock:
-            _passes.discard(here)
-            if not _passes:  # passes of other threads may need the same layers
-                for layer in _changed:
-                    if type(layer) is DecodingLinear:
-                        layer.__class__ = nn.Linear  # type: ignore[assignment]  # it was made as an nn.Linear
-                _changed.clear()
+            _passes.pop(here, None)
+            _restore(layers)
 
 
-_lock = threading.Lock()
-_passes = set[object]()
-_changed: list[nn.Linear] = []
+def _restore(layers: Iterable[nn.Linear]) -> None:
+    """Give the layers their own class, but for those that passes of other threads need."""
+    needed = {id(layer) for others in _passes.values() for layer in others}
+    for layer in layers:
+        if type(layer) is DecodingLinear and id(layer) not in needed:
+            layer.__class__ = nn.Linear  # type: ignore[assignment]  # it was made as an nn.Linear
+
+
+def _restore_all() -> None:
+    """In a forked process, no pass of another thread runs on."""
+    left = list(_passes.values())
+    _passes.clear()
+    for layers in left:
+        _restore(layers)
+
+
+_lock = Lock()
+_passes: dict[object, Sequence[nn.Linear]] = {}
+"""The layers of each pass that runs."""
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_restore_all)
 
 
 def classes_of(modules: Iterable[nn.Module]) -> list[type[nn.Module]]:

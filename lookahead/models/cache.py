@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
+from torch.nn.functional import pad
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from lookahead.cpu import executor, pages
@@ -532,6 +533,10 @@ class LookaheadCache(Cache):
             keeps_state = isinstance(first, KeepsState)
             if keeps_state or (isinstance(first, InPlaceLayer) and layers[1].is_initialized):
                 first.stack(list(layers[1:]), offsets)
+            elif offsets and layers[1].is_initialized:  # transformers' own, which have no batches of ours
+                first.keys, first.values = (
+                    pad(part, (0, 0, offsets[0], 0)) for part in (layers[1].keys, layers[1].values)
+                )
         self.lengths, self.paddings = [cache.lengths[0] for cache in caches], offsets
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers import DynamicCache, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from lookahead import compat
@@ -37,6 +37,8 @@ _OF_ALL = {
 }  # fmt: skip
 _FUNCTIONS = FunctionType, MethodType, BuiltinFunctionType, partial
 _SETTINGS = bool, int, float, str
+_TOLD = type, torch.Tensor, nn.Module, PreTrainedConfig, GenerationConfig, torch.device, torch.layout
+_OF_ALL_MODULES = vars(nn.Module()).keys()  # parts, tensors and hooks
 _MOST_LOOKS = 100  # at a model that another thread changes meanwhile
 _MOST_ORIGINS = 64  # kept for later models of the same classes
 
@@ -96,8 +98,15 @@ class State:
             from lookahead.models.users_code import UsersCode  # other models run none
 
             self.users = UsersCode(modules, _unwrapped(self._classes[0]), self.foreign, [hook for _, hook in hooks])
-        self.is_known = not (self.foreign or hooks) and all(map(is_defined, self._classes))
-        """Whether torch and transformers define all code of passes."""
+        opaque = [
+            (i, name, _Same(value))
+            for i, module in enumerate(modules)
+            for name, value in vars(module).items()
+            if name not in _OF_ALL_MODULES and not _is_told(value)
+            if i or name in self.names  # others write their own into the whole model
+        ]
+        self.is_known = not (self.foreign or hooks or opaque) and all(map(is_defined, self._classes))
+        """Whether torch and transformers define all code of passes, and `text` says all about the modules."""
         self.in_training = tuple(i for i, module in enumerate(modules) if module.training)
         """Which modules are in training mode."""
         self.is_compiled = any(map(compat.is_compiled, modules))
@@ -131,6 +140,7 @@ class State:
             tuple((i, _Same(code_of(hook) or hook)) for i, hook in hooks),  # a hook may be made anew for each call
             tuple((foreign.place, _Same(foreign.found)) for foreign in self.foreign),
             tuple(self.users.flags) if self.users else (),
+            tuple(opaque),
         )
         """The whole state, for this process."""
 
@@ -306,11 +316,27 @@ def _settings(config: PreTrainedConfig) -> dict[str, Any]:
 def _attributes(module: nn.Module, changing: set[str]) -> dict[str, Any]:
     """Settings of a module, without values that passes store there."""
     return {
-        name: value
+        name: sorted(value, key=repr) if isinstance(value, (set, frozenset)) else value
         for name, value in vars(module).items()
-        if (isinstance(value, (*_SETTINGS, tuple)) or _is_list_of_settings(value))
-        and not (name in changing or name.endswith("_cached"))
+        if _is_setting(value) and not (name in changing or name in _OF_ALL_MODULES or name.endswith("_cached"))
     }
+
+
+def _is_setting(value: Any) -> bool:
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return all(map(_is_setting, value))
+    if isinstance(value, dict):
+        return all(map(_is_setting, value.values()))
+    return value is None or isinstance(value, (*_SETTINGS, torch.dtype))
+
+
+def _is_told(value: Any) -> bool:
+    """Whether `State.text` tells an attribute of a module. Not the weights of quantized layers that are no tensors, and
+    of which even the dtype is hidden.
+    """
+    if isinstance(value, (dict, list, tuple)):
+        return all(map(_is_told, value.values() if isinstance(value, dict) else value))
+    return _is_setting(value) or isinstance(value, (*_FUNCTIONS, *_TOLD))
 
 
 def _is_list_of_settings(value: Any) -> bool:

@@ -144,9 +144,11 @@ def _held(value: Any) -> Iterable[Any]:
 
 
 def _takes_masks(module: nn.Module) -> bool:
-    """Whether a module may get the mask: attention, and modules that contain attention."""
+    """Whether a module may get the mask: attention, modules that contain it, and what torch.jit hides."""
     return any(
-        "layer_idx" in vars(part) or "is_causal" in vars(part) or "attention_mask" in _arguments(type(part).forward)
+        isinstance(part, torch.jit.ScriptModule)
+        or not {"layer_idx", "is_causal"}.isdisjoint(vars(part))
+        or "attention_mask" in _arguments(type(part).forward)
         for part in module.modules()
     )
 

@@ -3,6 +3,7 @@
 import copy
 import functools
 import gc
+import os
 import pickle
 import threading
 import warnings
@@ -22,7 +23,7 @@ from lookahead.cpu import choice, native, products
 from lookahead.guessing.budget import TRIAL_STEPS, WindowTrials
 from lookahead.models import kept
 from lookahead.models.state import state_of
-from lookahead.passes import probe
+from lookahead.passes import probe, verdicts
 from lookahead.passes.fused import FusedRunner
 from lookahead.passes.packed import packed_of
 from ngram_pool import native as of_pools
@@ -279,6 +280,47 @@ def test_layers_have_their_own_classes_but_in_passes(monkeypatch):
     assert classes(model) == own
 
 
+def test_a_pass_of_one_model_leaves_the_layers_of_others(monkeypatch):
+    monkeypatch.setattr(products, "MIN_WEIGHTS", 1)
+    one, other = tiny_model("llama"), tiny_model("llama")
+    other.lm_head = one.lm_head
+    own = classes(one)
+    with products.installed(products.served_layers(other)):
+        with products.installed(products.served_layers(one)):
+            assert products.DecodingLinear in classes(one.model)
+        assert products.DecodingLinear not in classes(one.model)
+        assert type(one.lm_head) is products.DecodingLinear, "the other model's pass still needs it"
+    assert classes(one) == classes(other) == own
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no processes are forked here")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_child_that_is_forked_in_the_middle_of_a_pass_has_the_layers_own_classes(monkeypatch):
+    """And no lock of the passes that do not go on there."""
+    monkeypatch.setattr(products, "MIN_WEIGHTS", 1)
+    model = tiny_model("llama")
+    own, layers = classes(model), products.served_layers(model)
+    forked, entered = threading.Event(), threading.Event()
+
+    def run():
+        with products.installed(layers):
+            entered.set()
+            forked.wait(60)
+
+    with ThreadPoolExecutor() as pool:
+        running = pool.submit(run)
+        entered.wait(60)
+        if not (child := os.fork()):
+            with products.installed(layers):
+                is_swapped = classes(model) != own
+            os._exit(0 if is_swapped and classes(model) == own else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert classes(model) != own
+        forked.set()
+        running.result()
+    assert classes(model) == own
+
+
 @pytest.mark.parametrize("name", ["llama", "zaya"])
 def test_a_wrapped_model_is_quantized_as_any_other(name, monkeypatch):
     monkeypatch.setattr(products, "MIN_WEIGHTS", 1)
@@ -311,6 +353,71 @@ def test_a_wrapped_model_is_parametrized_as_any_other(name, monkeypatch):
         warnings.simplefilter("ignore")
         found = model.generate(IDS, **GREEDY)
         assert found.equal(lookahead.unwrap(model).generate(IDS, **GREEDY))
+
+
+def test_a_verdict_on_weights_that_are_no_tensors_is_not_stored():
+    """These two models differ only in a dtype that is hidden in them. In one of them, rows depend on each other."""
+    states = []
+    for dtype in (torch.float16, torch.qint8):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model = torch.ao.quantization.quantize_dynamic(tiny_model("qwen2"), {torch.nn.Linear}, dtype=dtype)
+            expected = model.generate(IDS, **GREEDY)
+            assert lookahead.wrap(model).generate(IDS, **GREEDY).equal(expected)
+        assert verdicts.path_of(model) is None
+        states.append(state_of(model).key)
+        states.append(state_of(copy.deepcopy(model)).key)
+    assert len(set(states)) == 4
+    assert verdicts.path_of(tiny_model("qwen2")) is not None
+
+
+@pytest.mark.parametrize("name", ["llama", "zaya"])
+@pytest.mark.parametrize("is_traced", [False, True])
+@pytest.mark.parametrize("is_wrapped_first", [False, True])
+@pytest.mark.filterwarnings("ignore")
+def test_a_model_with_a_scripted_part_decodes(name, is_traced, is_wrapped_first):
+    model = tiny_model(name)
+    expected = model.generate(IDS, **GREEDY)
+    if is_wrapped_first:
+        lookahead.wrap(model)
+    place = next(place for place, module in model.named_modules() if type(module) is torch.nn.Linear)
+    layer = model.get_submodule(place)
+    made = torch.jit.trace(layer, torch.randn(2, layer.in_features)) if is_traced else torch.jit.script(layer)
+    model.set_submodule(place, made)
+    assert lookahead.wrap(model).generate(IDS, **GREEDY).equal(expected)
+    assert lookahead.unwrap(model).generate(IDS, **GREEDY).equal(expected)
+
+
+@pytest.mark.parametrize("is_wrapped_first", [False, True])
+def test_a_model_that_is_offloaded_no_more_is_as_before(is_wrapped_first):
+    model = tiny_model("llama")
+    expected = model.generate(IDS, **GREEDY)
+    if is_wrapped_first:
+        lookahead.wrap(model)
+    accelerate.cpu_offload(model)
+    accelerate.hooks.remove_hook_from_submodules(model)
+    lookahead.wrap(model)
+    assert model.generate(IDS, **GREEDY).equal(expected)
+    assert type(model.lookahead.find_runner(model)) is FusedRunner
+
+
+@pytest.mark.parametrize("name", ["llama", "zaya", "lfm2", "gemma3_text"])
+def test_a_cache_that_is_returned_has_the_padding(name):
+    model = tiny_model(name)
+    ids, mask = torch.cat([torch.full((1, 6), 2), IDS], 1), (torch.arange(6 + IDS.shape[1]) >= 6).long()[None]
+
+    def texts():
+        first = model.generate(ids, attention_mask=mask, return_dict_in_generate=True, **GREEDY)
+        more = torch.cat([first.sequences, torch.tensor([[9, 11]])], 1)
+        longer = torch.cat([mask, torch.ones(1, more.shape[1] - mask.shape[1], dtype=torch.long)], 1)
+        length = first.past_key_values.get_seq_length()
+        return length, model.generate(
+            more, attention_mask=longer, past_key_values=first.past_key_values, **GREEDY
+        ).tolist()
+
+    plain = texts()
+    lookahead.wrap(model)
+    assert texts() == plain
 
 
 def test_a_subclass_of_the_wrapped_class_decodes():
