@@ -307,7 +307,7 @@ def _kinds(dictionaries: list[dict[str, torch.Tensor | None]]) -> list[_Kind]:
 
 def _settings(config: PreTrainedConfig) -> dict[str, Any]:
     return {
-        name: _settings(value) if isinstance(value, PreTrainedConfig) else value
+        name: _settings(value) if isinstance(value, PreTrainedConfig) else _sorted(value)
         for name, value in vars(config).items()
         if name not in _WITHOUT_EFFECT
     }
@@ -316,10 +316,15 @@ def _settings(config: PreTrainedConfig) -> dict[str, Any]:
 def _attributes(module: nn.Module, changing: set[str]) -> dict[str, Any]:
     """Settings of a module, without values that passes store there."""
     return {
-        name: sorted(value, key=repr) if isinstance(value, (set, frozenset)) else value
+        name: _sorted(value)
         for name, value in vars(module).items()
         if _is_setting(value) and not (name in changing or name in _OF_ALL_MODULES or name.endswith("_cached"))
     }
+
+
+def _sorted(value: Any) -> Any:
+    """In another process, a set may have another order."""
+    return sorted(value, key=repr) if isinstance(value, (set, frozenset)) else value
 
 
 def _is_setting(value: Any) -> bool:
