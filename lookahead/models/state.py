@@ -306,11 +306,13 @@ def _kinds(dictionaries: list[dict[str, torch.Tensor | None]]) -> list[_Kind]:
 
 
 def _settings(config: PreTrainedConfig) -> dict[str, Any]:
-    return {
-        name: _settings(value) if isinstance(value, PreTrainedConfig) else _sorted(value)
-        for name, value in vars(config).items()
-        if name not in _WITHOUT_EFFECT
-    }
+    found = {name: value for name, value in vars(config).items() if name not in _WITHOUT_EFFECT}
+    for name, value in found.items():
+        if isinstance(value, PreTrainedConfig):
+            found[name] = _settings(value)
+        elif type(value) is set:
+            found[name] = _sorted(value)
+    return found
 
 
 def _attributes(module: nn.Module, changing: set[str]) -> dict[str, Any]:
