@@ -226,9 +226,12 @@ class BuildKernels(Command):
         folder.mkdir(parents=True, exist_ok=True)
         for other in {*folder.iterdir()} - {*ready.values()}:
             other.unlink()
+        lacking = [kind for kind in names if kind not in ready]
         try:
-            kinds = [kind_here(package)] if self.editable_mode else list(names)
-            build_kernels(package, folder, [kind for kind in kinds if kind not in ready])
+            if lacking and self.editable_mode:
+                lacking = [kind for kind in lacking if kind == kind_here(package)]
+            if lacking:
+                build_kernels(package, folder, lacking)
         except BuildError as error:
             (folder / "missing.txt").write_text(str(error), encoding="utf-8")
             self.warn(f"the C++ of {package} is not built, so slower code will serve: {error}")

@@ -219,7 +219,7 @@ class DecodingLinear(nn.Linear):
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple:
         _, _, *state = super().__reduce_ex__(protocol)  # type: ignore[str-unpack]  # it is a tuple
-        return object.__new__, (nn.Linear,), *state  # so are copies that are made while a pass runs
+        return object.__new__, (nn.Linear,), *state  # a copy that is made while a pass runs is no part of it
 
 
 def served_layers(model: nn.Module) -> list[nn.Linear]:
