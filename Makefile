@@ -86,7 +86,7 @@ format: $(WITH_TESTS)
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
-# Python compiles what it imports, when it does: sooner done than all of torch.
+# pip does not byte-compile all of torch and transformers here. Python compiles the modules that it imports.
 $(INSTALLED): pyproject.toml constraints.txt setup.py $(wildcard $(CPP))
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --no-compile $(PIP_FLAGS) --constraint constraints.txt --editable ".[gguf]"

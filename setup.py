@@ -229,7 +229,8 @@ class BuildKernels(Command):
         lacking = [kind for kind in names if kind not in ready]
         try:
             if lacking and self.editable_mode:
-                lacking = [kind for kind in lacking if kind == kind_here(package)]
+                here = kind_here(package)
+                lacking = [kind for kind in lacking if kind == here]
             if lacking:
                 build_kernels(package, folder, lacking)
         except BuildError as error:

@@ -230,7 +230,7 @@ def served_layers(model: nn.Module) -> list[nn.Linear]:
     modules = list(model.modules())
     if any(map(is_compiled, modules)):
         return []
-    layers = [module for module in modules if isinstance(module, nn.Linear) and classes_of([module]) == [nn.Linear]]
+    layers: list[nn.Linear] = [module for module in modules if type(module) in (nn.Linear, DecodingLinear)]  # type: ignore[misc]
     # A weight without memory is loaded when its layer computes.
     return [layer for layer in layers if layer.weight.device.type != "cuda" and layer.weight.numel() >= MIN_WEIGHTS]
 
