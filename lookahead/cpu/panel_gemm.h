@@ -31,9 +31,10 @@ static long least_rows(Format format) {
     return format == FLOATS ? 48 : sizeof(typename By::Prepared) == 4 ? 32 : 16;
 }
 static_assert(1 << LEVELS == L && PANEL_ROWS <= L);
-// Tiles each of which unpacks lines of weights for itself: for more, they are unpacked to memory first. With 32 registers,
-// the unpacking is hidden behind the products of a tile.
-constexpr long MOST_UNPACKED = L == 16 ? LONG_MAX : 2;
+// With 32 registers, each tile unpacks lines of weights for itself: that is hidden behind its products. With 16, up to
+// MOST_UNPACKING rows do so, in tiles of UNPACKING_ROWS, which leave registers to unpack in. For more rows, a lane is
+// unpacked once for all tiles, to memory that stays in L1; for more than TOGETHER tiles, a whole panel is.
+constexpr long UNPACKING_ROWS = L == 16 ? PANEL_ROWS : 5, MOST_UNPACKING = L == 16 ? LONG_MAX : 8, TOGETHER = 8;
 
 // Vectors of a row of the input as it is multiplied: numbers of 4 bytes, or pairs of two.
 template <class By>
@@ -142,13 +143,13 @@ static INLINE void add_products(int32_t number, const Ints* w, Floats* sums) {
 template <class By>
 struct PanelInMemory {
     const Ints* const panel;
-    const long vectors;
+    const long vectors, stride;  // from lane to lane, or 0 if there is only one at a time
 
     long steps() const { return L; }
     // Add to the sums of M rows the products of a lane.
     template <int M>
     INLINE void add_lane(const int32_t* x, long lane, Wanted wanted, Floats (*sums)[PANEL_VECTORS]) const {
-        const Ints* w = panel + lane * stride_of(vectors);
+        const Ints* w = panel + lane * stride;
         x += lane * vectors * M;
         wanted.prefetch(lane);
         for (long v = 0; v < vectors; v++, w += PANEL_VECTORS, x += M)
@@ -234,16 +235,12 @@ struct PanelOfLines {
         }
     }
 
-    // Unpack all of it to a panel in memory.
-    void unpack(Ints* panel) {
-        const long stride = stride_of(blocks * VECTORS);
-        for (long lane = 0; lane < L; lane++) {
-            Ints* to = panel + lane * stride;
-            for (long line = lane * blocks; line < (lane + 1) * blocks; line++) {
-                Ints w[PANEL_VECTORS][2];
-                read(line, w);
-                UNROLL for (int v = 0; v < VECTORS; v++, to += PANEL_VECTORS) take(w, v, to);
-            }
+    void unpack(long lane, Wanted wanted, Ints* to) {
+        for (long line = lane * blocks; line < (lane + 1) * blocks; line++) {
+            Ints w[PANEL_VECTORS][2];
+            read(line, w);
+            wanted.prefetch(line);
+            UNROLL for (int v = 0; v < VECTORS; v++, to += PANEL_VECTORS) take(w, v, to);
         }
     }
 };
@@ -254,21 +251,19 @@ struct Tiles {
     const long rows, count, of_tile;
 
     explicit Tiles(long rows)
-        : rows(rows), count((rows + PANEL_ROWS - 1) / PANEL_ROWS), of_tile(count ? (rows + count - 1) / count : 0) {}
+        : rows(rows), count((rows + most() - 1) / most()), of_tile(count ? (rows + count - 1) / count : 0) {}
+    long most() const { return rows <= MOST_UNPACKING ? UNPACKING_ROWS : PANEL_ROWS; }
     long first(long tile) const { return std::min(rows, tile * of_tile); }
     long size(long tile) const { return first(tile + 1) - first(tile); }
 };
 
-// Multiply M rows, which stand in the order of lanes, with a panel, and store what becomes of outputs
-// first..first+count-1.
-template <class By, int M, class Panel>
-static void multiply_panel(const int32_t* x, const Matrix<typename By::Number>& matrix, Panel panel, long row, long first,
-                           long count, Wanted wanted) {
-    typedef typename By::Number T;
-    Floats sums[M][PANEL_VECTORS], before[LEVELS][M][PANEL_VECTORS];  // of as many lanes as their place says
-    for (int lane = 0; lane < L; lane++) {
-        UNROLL for (int m = 0; m < M; m++) UNROLL for (int o = 0; o < PANEL_VECTORS; o++) sums[m][o] = Floats{};
-        panel.template add_lane<M>(x, lane, wanted, sums);
+// The sums of a tile's lanes, added up in pairs.
+struct LaneSums {
+    Floats before[LEVELS][PANEL_ROWS][PANEL_VECTORS];  // of as many lanes as their place says
+
+    // Add those of the next lane, for M rows. After the last lane, `sums` are those of all.
+    template <int M>
+    INLINE void add(int lane, Floats (*sums)[PANEL_VECTORS]) {
         int level = 0;
         for (; lane >> level & 1; level++)
             UNROLL for (int m = 0; m < M; m++)
@@ -277,6 +272,11 @@ static void multiply_panel(const int32_t* x, const Matrix<typename By::Number>& 
             UNROLL for (int m = 0; m < M; m++)
                 UNROLL for (int o = 0; o < PANEL_VECTORS; o++) before[level][m][o] = sums[m][o];
     }
+};
+
+// Store sums of M rows as outputs first..first+count-1.
+template <int M, class T>
+static INLINE void put_sums(const Matrix<T>& matrix, const Floats (*sums)[PANEL_VECTORS], long row, long first, long count) {
     Floats bias[PANEL_VECTORS] = {};
     for (long i = 0; i < count && matrix.bias && matrix.format != BYTES; i++)
         bias[i / L][i % L] = number(matrix.bias[first + i]);
@@ -289,6 +289,21 @@ static void multiply_panel(const int32_t* x, const Matrix<typename By::Number>& 
         else
             memcpy(to, numbers, count * sizeof(T));
     }
+}
+
+// Multiply M rows, which stand in the order of lanes, with a panel, and store what becomes of outputs
+// first..first+count-1.
+template <class By, int M, class Panel>
+static void multiply_panel(const int32_t* x, const Matrix<typename By::Number>& matrix, Panel panel, long row, long first,
+                           long count, Wanted wanted) {
+    Floats sums[M][PANEL_VECTORS];
+    LaneSums all;
+    for (int lane = 0; lane < L; lane++) {
+        UNROLL for (int m = 0; m < M; m++) UNROLL for (int o = 0; o < PANEL_VECTORS; o++) sums[m][o] = Floats{};
+        panel.template add_lane<M>(x, lane, wanted, sums);
+        all.add<M>(lane, sums);
+    }
+    put_sums<M>(matrix, sums, row, first, count);
 }
 
 // Multiply all rows with a panel. x: the rows of each tile in the order of lanes. Bytes from `next` on are prefetched.
@@ -304,6 +319,30 @@ static void multiply_tiles_of(const Tiles& tiles, const int32_t* x, const Matrix
         });
 }
 
+#ifdef READS_LINES
+// The same with a panel of lines, each lane of which is unpacked to `unpacked` for all tiles. There are TOGETHER at most.
+template <class By>
+static void multiply_tiles_by_lanes(const Tiles& tiles, const int32_t* x, const Matrix<typename By::Number>& matrix,
+                                    PanelOfLines<By> lines, long inputs, long first, long count, const char* next, long bytes,
+                                    Ints* unpacked) {
+    const long vectors = vectors_of<By>(inputs), steps = lines.steps();
+    const Wanted wanted = {next, (bytes + steps - 1) / steps};
+    const PanelInMemory<By> panel = {unpacked, vectors, 0};
+    LaneSums all[TOGETHER];
+    for (int lane = 0; lane < L; lane++) {
+        lines.unpack(lane, wanted, unpacked);
+        for (long tile = 0; tile < tiles.count; tile++)
+            of_rows(tiles.size(tile), [&](auto m) {
+                const long row = tiles.first(tile);
+                Floats sums[m][PANEL_VECTORS] = {};
+                panel.template add_lane<m>(x + row * vectors * L, lane, {}, sums);
+                all[tile].add<m>(lane, sums);
+                if (lane == L - 1) put_sums<m>(matrix, sums, row, first, count);
+            });
+    }
+}
+#endif
+
 // GEMM of all rows with outputs begin..end-1. next: the weights that this thread wants then, or null. panel: of
 // `bytes_of_panel`, aligned to 64 bytes.
 template <class By, class Weight>
@@ -311,6 +350,7 @@ static void multiply_by_panels(const int32_t* x, const Tiles& tiles, const Matri
                                long begin, long end, const void* next, Ints* panel) {
     typedef typename By::Number T;
     const long bytes = PANEL_OUTPUTS * bytes_of_row<Weight>(inputs);
+    const long vectors = vectors_of<By>(inputs), stride = stride_of(vectors);
     for (long first = begin; first < end; first += PANEL_OUTPUTS) {
         const long then = first + PANEL_OUTPUTS, count = std::min(end - first, PANEL_OUTPUTS);
         const auto* more = (const char*)(then < end || !next ? matrix.template row<Weight>(then, inputs) : next);
@@ -320,19 +360,25 @@ static void multiply_by_panels(const int32_t* x, const Tiles& tiles, const Matri
 #ifdef READS_LINES
         if constexpr (IS_INDEXED<Weight>) {
             const auto* const lines = (const uint8_t*)matrix.weights;
-            const bool are_there = PanelOfLines<By>::are_there(lines, first, end, inputs);
             PanelOfLines<By> of_lines(lines, first, end, inputs);
-            if (are_there && tiles.count <= MOST_UNPACKED) {
+            if (!PanelOfLines<By>::are_there(lines, first, end, inputs)) {
+                Matrix<T> whole = matrix;
+                whole.weights = matrix.whole;
+                pack_panel<By, T>(whole, first, end, inputs, panel);
+            } else if (tiles.rows <= MOST_UNPACKING) {
                 multiply(of_lines);
                 continue;
+            } else if constexpr (L < 16) {
+                if (tiles.count <= TOGETHER) {
+                    multiply_tiles_by_lanes(tiles, x, matrix, of_lines, inputs, first, count, more, bytes, panel);
+                    continue;
+                }
+                for (long lane = 0; lane < L; lane++) of_lines.unpack(lane, {}, panel + lane * stride);
             }
-            Matrix<T> whole = matrix;
-            whole.weights = matrix.whole;
-            are_there ? of_lines.unpack(panel) : pack_panel<By, T>(whole, first, end, inputs, panel);
         } else
 #endif
             pack_panel<By, Weight>(matrix, first, end, inputs, panel);
-        multiply(PanelInMemory<By>{panel, vectors_of<By>(inputs)});
+        multiply(PanelInMemory<By>{panel, vectors, stride});
     }
 }
 
