@@ -20,8 +20,9 @@ from lookahead.models.kept import OfModels
 from lookahead.models.layers import read_config
 from lookahead.models.passed_in import bytes_of, can_be_cut, cut, empty_cache
 from lookahead.models.state import state_of
+from lookahead.passes import stored
 from lookahead.passes.capabilities import can_batch, choose_runner
-from lookahead.passes.costs import StepCosts, path_of, step_costs, write_json
+from lookahead.passes.costs import StepCosts, step_costs
 from lookahead.passes.environment import processor
 from lookahead.passes.measuring import synchronize, time_passes
 from lookahead.passes.runner import EagerRunner
@@ -79,11 +80,11 @@ __all__ = [  # noqa: RUF022 - by what they are for
     "can_batch",
     "choose_runner",
     "StepCosts",
-    "path_of",
     "step_costs",
     "synchronize",
     "time_passes",
-    "write_json",
     "processor",
+    # What was found out about a model, for later processes.
+    "stored",
     "EagerRunner",
 ]

@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.generation import BaseStreamer
 
+from lookahead.compat.loops import own_loop
 from lookahead.engine.call import Decoding, RecordingStreamer
 from lookahead.engine.engine import Lookahead
 from lookahead.engine.loop import decoding
@@ -22,7 +23,7 @@ from lookahead.guessing.source import GuessSource
 from lookahead.passes.runner import Output, Pass
 from lookahead.passes.sharing import run_together
 from lookahead.stats import Stats
-from lookahead.wrapping import engine_of, own_loop
+from lookahead.wrapping import engine_of
 
 __all__ = ["RecordingStreamer", "Sequences", "seeded"]
 

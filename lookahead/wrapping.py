@@ -70,11 +70,6 @@ def _own_class(cls: type) -> type:
     return cls.__mro__[cls.__mro__.index(LookaheadMixin) + 1]
 
 
-def own_loop(model: PreTrainedModel) -> Callable:
-    """The model's own loop of greedy decoding and sampling, whether it is wrapped or not. For ``custom_generate``."""
-    return _own_method(model, "_sample")
-
-
 def _wrapped_class(cls: type) -> type[LookaheadMixin]:
     """Subclass of ``cls`` with the same name, so that saving, pipelines and registries still know the model."""
     known: list[type] = type.__subclasses__(cls)

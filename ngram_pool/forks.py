@@ -1,16 +1,19 @@
 """Locks that work in forked processes.
 
 A child has only the thread that forked. A lock that another thread held would never be released there, and its data
-might be half written. So a fork first takes all locks, and the child gets new ones.
+might be half written. So a fork first takes all locks, and the child gets new ones. Where the data does not matter, it
+does not wait.
 """
 
 import os
 import threading
 from contextlib import suppress
+from typing import Any
 from weakref import WeakSet
 
 _forking = threading.RLock()  # held while a process forks or a lock is made
 _locks: WeakSet["Lock"] = WeakSet()
+_turns: WeakSet["Turn"] = WeakSet()
 _held: list["Lock"] = []  # the locks that the current fork has taken
 
 
@@ -26,6 +29,14 @@ class Lock(type(threading.RLock())):  # type: ignore[misc]  # a class in C, so t
 
     def __reduce__(self) -> tuple:
         return Lock, ()
+
+
+class Turn(type(threading.RLock())):  # type: ignore[misc]
+    """A lock for work that takes long. A fork does not wait for it, so what it guards may be half done in the child."""
+
+    def __init__(self) -> None:
+        with _forking:
+            _turns.add(self)
 
 
 def _before() -> None:
@@ -45,7 +56,8 @@ def _after_in_parent() -> None:
 
 def _after_in_child() -> None:
     global _forking
-    for lock in _held:
+    locks: list[Any] = [*_held, *_turns]
+    for lock in locks:
         lock._at_fork_reinit()  # as Python does it for its own locks
     _held.clear()
     _forking = threading.RLock()

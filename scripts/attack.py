@@ -35,7 +35,7 @@ import lookahead
 import ngram_pool
 from bench.tiny_models import llama
 from lookahead import LookaheadConfig, NgramPool
-from lookahead.passes import costs
+from lookahead.passes import costs, stored
 
 ROOT = Path(__file__).parents[1]
 OURS = [Path(package.__file__).parent for package in (lookahead, ngram_pool)]
@@ -83,7 +83,7 @@ def demand(right: bool, otherwise: str) -> None:
 def main() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores SIGINT by default
     torch.set_num_threads(1)
-    costs.FOLDER, costs.SECONDS = Path(tempfile.mkdtemp()), 0.05
+    stored.FOLDER, costs.SECONDS = Path(tempfile.mkdtemp()), 0.05
 
 
 @main.command()

@@ -27,7 +27,7 @@ import lookahead
 from bench.cli import COUNT
 from bench.pages import table
 from lookahead.guessing.budget import Pace
-from lookahead.passes import costs
+from lookahead.passes import costs, stored
 
 ROOT = Path(lookahead.__file__).parents[1]
 OURS = tuple(f"{ROOT / package}/" for package in ("lookahead", "ngram_pool"))
@@ -193,7 +193,7 @@ _limit = {"type": COUNT, "default": sys.maxsize, "show_default": "none"}
 @click.option("--names", is_flag=True, help="Name the functions.")
 def main(names: bool, **limits: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        costs.FOLDER, costs.SECONDS = Path(folder), 0.05
+        stored.FOLDER, costs.SECONDS = Path(folder), 0.05
         counts = count(small_model())
     walks = {"a greedy step": counts.step, "a call of one token": counts.token}
     columns = ["", "calls", "functions", "files", "changes of file"]

@@ -12,11 +12,11 @@ import hypothesis
 import pytest
 import torch
 
-from lookahead.passes import costs, verdicts
+from lookahead.passes import costs, stored, verdicts
 
-# What a run may leave out that comes after many others: all but a SHARE of the examples of property tests; all but one
-# PART of those into which MANY cases of a test fall, or MANY tests of a file around the engine ("0/3" is the first of
-# three); all cases but one of each family.
+# What a run may leave out: all but a SHARE of the examples of property tests; all but one PART ("0/3" is the first of
+# three) of the MANY cases of a test, of the MANY tests of a file around the engine, and of tests that take long; all
+# cases but one of each family.
 SHARE, PART, ONCE = map(os.environ.get, ("LOOKAHEAD_SHARE", "LOOKAHEAD_PART", "LOOKAHEAD_ONCE_A_FAMILY"))
 MANY = 6
 AROUND = "server", "sources", "tools"
@@ -47,7 +47,8 @@ def pytest_collection_modifyitems(config, items) -> None:
     for item in items:
         given = item.callspec.params if hasattr(item, "callspec") else {}
         key = item.function, given.get("model_type", item)
-        is_in_part = cases[together(item)] < MANY or zlib.crc32(item.nodeid.encode()) % parts == part
+        is_one_of_many = cases[together(item)] >= MANY or item.get_closest_marker("long") is not None
+        is_in_part = not is_one_of_many or zlib.crc32(item.nodeid.encode()) % parts == part
         if is_in_part and not (ONCE and key in seen):
             seen.add(key)
             kept.append(item)
@@ -74,9 +75,8 @@ def kept_of_models(tmp_path_factory):
     base = tmp_path_factory.getbasetemp()
     kept = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "kept"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(costs, "FOLDER", kept / "step-costs")
+        patch.setattr(stored, "FOLDER", kept)
         patch.setattr(costs, "SECONDS", 0.02)
-        patch.setattr(verdicts, "FOLDER", kept / "verdicts")
         yield
 
 

@@ -142,13 +142,30 @@ def _mxfp4_of(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
     """Return these weights as MXFP4 blocks, uint8 [outputs, bytes], if they all are such numbers."""
     if dtype not in _of_mxfp4() or weight.shape[1] % GROUP or not weight.numel():
         return None
-    weight, found, (weights, size) = weight.contiguous(), ctypes.c_bool(), Format.MXFP4.block
+    weight, (weights, size) = weight.contiguous(), Format.MXFP4.block
     blocks = torch.empty(len(weight), weight.shape[1] // weights * size, dtype=torch.uint8, device="cpu")
-    _of_mxfp4()[dtype](
-        weight.data_ptr(), weight.numel() // GROUP, GROUP, blocks.data_ptr(), 0, 0, ctypes.byref(found),
+    return blocks if finds(_of_mxfp4()[dtype], weight, weight.numel() // GROUP, GROUP, blocks) else None
+
+
+def finds(
+    finder: Callable[..., None],
+    weight: torch.Tensor,
+    count: int,
+    size: int,
+    into: torch.Tensor,
+    scales: torch.Tensor | None = None,
+    offsets: torch.Tensor | None = None,
+) -> bool:
+    """Whether a function of blocks.cpp can write all of a weight ``into`` memory in its format.
+
+    count, size: its units and the weights of a unit or group, as the function takes them.
+    """
+    found = ctypes.c_bool()
+    finder(
+        weight.data_ptr(), count, size, into.data_ptr(), pointer(scales), pointer(offsets), ctypes.byref(found),
         torch.get_num_threads(),
     )  # fmt: skip
-    return blocks if found else None
+    return found.value
 
 
 def _index(indexer: Callable[..., None], linear: Linear) -> Linear | None:
@@ -161,8 +178,4 @@ def _index(indexer: Callable[..., None], linear: Linear) -> Linear | None:
         return None
     bytes_of_row = -(-(inputs * 3 // 2 + 16 + inputs // INDEXED) // 64) * 64
     weight = torch.zeros(-(-outputs // TOGETHER) * TOGETHER, bytes_of_row, dtype=torch.uint8, device="cpu")
-    found = ctypes.c_bool()
-    indexer(
-        linear.weight.data_ptr(), outputs, inputs, weight.data_ptr(), 0, 0, ctypes.byref(found), torch.get_num_threads()
-    )
-    return made_of(linear, weight, Format.INDEXED) if found else None
+    return made_of(linear, weight, Format.INDEXED) if finds(indexer, linear.weight, outputs, inputs, weight) else None

@@ -1,13 +1,12 @@
 """Weights that were unpacked from codes of 4 bits or from bytes, as such again (`blocks.cpp`)."""
 
-import ctypes
 from collections.abc import Callable
 from functools import cache, partial
 
 import torch
 
 from lookahead.cpu import native
-from lookahead.cpu.blocks import ARGUMENTS, GROUP, SIZES_OF_BYTES, made_of
+from lookahead.cpu.blocks import ARGUMENTS, GROUP, SIZES_OF_BYTES, finds, made_of
 from lookahead.cpu.products import Format, Linear
 
 _of_bytes = cache(partial(native.kernels, "find_bytes", (torch.float32,), ARGUMENTS))
@@ -39,12 +38,7 @@ def _find(finder: Callable[..., None], linear: Linear, unit: int, group: int, in
     scales, offsets = torch.empty(2, outputs, inputs // group, dtype=torch.float32, device="cpu")
     if linear.scales is not None:
         scales = linear.scales.clone()  # never the model's own
-    found = ctypes.c_bool()
-    finder(
-        linear.weight.data_ptr(), linear.weight.numel() // unit, group, weight.data_ptr(), scales.data_ptr(),
-        offsets.data_ptr(), ctypes.byref(found), torch.get_num_threads(),
-    )  # fmt: skip
-    if not found:
+    if not finds(finder, linear.weight, linear.weight.numel() // unit, group, weight, scales, offsets):
         return None
     if in_codes:
         return made_of(linear, weight, Format.CODES, scales, offsets)

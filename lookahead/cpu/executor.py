@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from lookahead.cpu import blocks, native, products
+from lookahead.cpu import blocks, native, pages, products
 from lookahead.cpu import operations as op
-from lookahead.cpu.pages import HugePages
 from lookahead.cpu.products import Format, Linear, pointer
 from lookahead.cpu.program import Program
 from lookahead.cpu.top_k import MAX_COUNT
@@ -29,7 +28,6 @@ _sizes = cache(partial(native.kernels, "sizes", native.FLOATS, [ctypes.c_void_p]
 _describe = cache(partial(native.kernels, "describe", (torch.uint8,), [], ctypes.c_char_p))
 _MOVES = [ctypes.c_void_p] * 2 + [ctypes.c_long] * 3 + [ctypes.c_void_p] * 2 + [ctypes.c_long]
 _movers = cache(partial(native.kernels, "move_rows", (torch.uint8,), _MOVES))  # one, which moves any dtype
-ALIGNMENT = 64  # bytes, of each buffer
 SHARED_BY = 8  # numbers of rows that share one layout, because making one takes 0.1 ms
 
 
@@ -85,7 +83,7 @@ def pack(program: Program, known: dict[int, tuple[Hashable, Linear]], indexes: b
     other threads continue to read.
     indexes: whether bf16 may be packed in 12 bits.
     """
-    memory, dtype, places = HugePages(), program.dtype, count()
+    memory, dtype, places = pages.HugePages(), program.dtype, count()
     place_of: dict[tuple, int] = {}
 
     def copied(tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -336,7 +334,7 @@ class Executor:
         self._divisor, self._factor, self._cap = logits.divisor, logits.factor, logits.cap
         self._scales = (logits.divisor, logits.factor, logits.cap) != (1, 1, 0)
         self._crew = Crew()
-        self._room = np.empty(0, np.uint8)
+        self._room = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._layouts: dict[tuple[int, ...], _Layout] = {}  # by the arguments of `_layout`
         described = _described()
         self.most_columns = described.limits["MOST_TAPS"]
@@ -537,8 +535,8 @@ class Executor:
             self._layouts[layout] = self._layout(*layout)
         found = self._layouts[layout]
         if self._room.nbytes < found.size:
-            self._room = np.empty(found.size + ALIGNMENT, np.uint8)
-        address = -(-self._room.ctypes.data // ALIGNMENT) * ALIGNMENT
+            self._room = pages.empty(found.size, torch.uint8)
+        address = self._room.data_ptr()
         return found, {name: address + place for name, place in found.parts.items()}
 
     def _layout(self, rows: int, threads: int, most_keys: int, bits: int) -> "_Layout":
@@ -605,7 +603,7 @@ class Executor:
 
 def places_of(sizes: Iterable[int]) -> list[int]:
     """The starts of consecutive parts of these sizes in bytes, and the end of the last one."""
-    return list(accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0))
+    return list(accumulate((-(-size // pages.ALIGNMENT) * pages.ALIGNMENT for size in sizes), initial=0))
 
 
 def can_move(buffers: Sequence[torch.Tensor]) -> bool:

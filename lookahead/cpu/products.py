@@ -196,8 +196,8 @@ def is_plain_of(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
     """Whether C++ can read this tensor in place, as contiguous numbers of this dtype."""
     is_plain = type(tensor) in _PLAIN and tensor.dtype == dtype and tensor.is_cpu and tensor.layout is torch.strided
     is_dense = is_plain and tensor.is_contiguous()
-    is_there = is_dense and (tensor.data_ptr() != 0 or not tensor.numel())  # offloading may leave it without memory
-    return is_there and not tensor.is_neg()  # torch would negate what it reads there
+    has_memory = is_dense and (tensor.data_ptr() != 0 or not tensor.numel())  # not where offloading has taken it
+    return has_memory and not tensor.is_neg()  # torch would negate what it reads there
 
 
 def pointer(tensor: torch.Tensor | None) -> int:

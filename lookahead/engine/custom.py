@@ -7,7 +7,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.utils import ModelOutput
 
-from lookahead.compat.loops import sampling_loop
+from lookahead.compat.loops import own_loop
 from lookahead.config import LookaheadConfig
 from lookahead.engine.engine import Lookahead
 from lookahead.engine.loop import run
@@ -47,6 +47,6 @@ def decode(
     config = lookahead_config or LookaheadConfig()
     engine = Lookahead(config, pool if pool is not None else new_pool(model, config), source)
     return run(
-        engine, sampling_loop(model), model, input_ids, logits_processor, stopping_criteria, generation_config,
+        engine, own_loop(model), model, input_ids, logits_processor, stopping_criteria, generation_config,
         **model_kwargs,
     )  # fmt: skip

@@ -41,7 +41,7 @@ def run(engine: Lookahead, plain: Callable, *args: Any, **kwargs: Any) -> torch.
                     raise
                 raise stop from None
             output = None
-            if wanted is not None:  # outside of the above: hooks may raise StopIteration
+            if wanted is not None:  # outside of the try: a hook's own StopIteration must not end the call
                 output = wanted.runner.run(wanted.steps, wanted.cache, wanted.last, wanted.top_k, wanted.others_ran)
 
 

@@ -6,14 +6,14 @@ from transformers import PreTrainedModel
 
 from lookahead.config import LookaheadConfig
 from lookahead.models.adapter import vocabulary_of
-from lookahead.passes.costs import path_of
+from lookahead.passes import stored
 from ngram_pool import NgramPool, PoolFileError
 
 
 def bigrams_file(model: PreTrainedModel) -> Path:
     """Return the file of a model's bigrams, next to its step costs. It depends on the model's name, settings and
     dtype."""
-    return path_of(model, "bigrams", model.name_or_path, model.dtype).with_suffix(".pool")
+    return stored.path_of("bigrams", model, model.name_or_path, model.dtype).with_suffix(".pool")
 
 
 def new_pool(model: PreTrainedModel, config: LookaheadConfig) -> NgramPool:

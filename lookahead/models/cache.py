@@ -373,7 +373,7 @@ class LookaheadCache(Cache):
         self._states = [layers[index] for index in self.states_at]
         self.pending: Pending | None = None
         """The state updates of the last pass, if it was fused, and their addresses."""
-        self.room = np.empty(0, np.uint8)
+        self.room = torch.empty(0, dtype=torch.uint8, device="cpu")
         ours = InPlaceLayer, KeepsState
         self._with_state = [x for x in layers if not isinstance(x, ours) and type(x).__name__ != "DummyLayer"]
         self._before: list[dict] = []

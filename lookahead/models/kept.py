@@ -1,7 +1,7 @@
 """What is kept of models, by the models themselves.
 
-A dictionary with weak keys holds its values. A hook or a forward that was replaced may know its model, and so may all
-that is found out about them. Such a model would never be freed. So what is kept hangs on the model, and goes with it.
+Some of what is kept refers to its model, for example through a user's hook. A dictionary with weak keys would hold it,
+and so the model, for ever. So what is kept hangs on the model itself, and goes with it.
 """
 
 from typing import Any, Generic, TypeVar

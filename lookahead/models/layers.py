@@ -116,10 +116,10 @@ def ropes_of(model: PreTrainedModel) -> list[dict]:
 
     A module keeps the type that it was made with, and reads the rest from its configuration.
     """
-    state = state_of(model)
-    if state.ropes is None:
-        state.ropes = _ropes_of(model)
-    return state.ropes
+    kept = state_of(model).kept
+    if "ropes" not in kept:
+        kept["ropes"] = _ropes_of(model)
+    return kept["ropes"]
 
 
 def _ropes_of(model: PreTrainedModel) -> list[dict]:

@@ -42,7 +42,7 @@ _OF_ALL_MODULES = vars(nn.Module()).keys()  # parts, tensors and hooks
 _MOST_LOOKS = 100  # at a model that another thread changes meanwhile
 _MOST_ORIGINS = 64  # kept for later models of the same classes
 
-_origins: dict[frozenset[type], Origin] = {}  # without code of users, which may know a model: it would never be freed
+_origins: dict[frozenset[type], Origin] = {}  # none with code of users, which may refer to a model and keep it alive
 
 
 class _Same:
@@ -88,12 +88,10 @@ class State:
         """Code that passes run, and that neither torch nor transformers defines."""
         hooks = [(i, hook) for i, module in enumerate(modules) for hook in compat.hooks_of_users(module)]
         hooks += [(-1, hook) for hook in self._global_hooks]
-        self.ropes: list[dict] | None = None
-        """The result of `layers.ropes_of`."""
         self.kept: dict[Hashable, Any] = {}
-        """What was made of the model as it is, such as copies of its modules."""
+        """What was made of the model as it is, or found out about it, such as copies of its modules."""
         self.users = None
-        """That code, and hooks, if there are any."""
+        """The foreign code and the hooks; None if there are none."""
         if self.foreign or hooks:
             from lookahead.models.users_code import UsersCode  # other models run none
 
@@ -338,8 +336,8 @@ def _is_setting(value: Any) -> bool:
 
 
 def _is_told(value: Any) -> bool:
-    """Whether `State.text` tells an attribute of a module. Not the weights of quantized layers that are no tensors, and
-    of which even the dtype is hidden.
+    """Whether `State.text` tells an attribute of a module. It does not tell quantized weights that are no tensors: not
+    even their dtype shows.
     """
     if isinstance(value, (dict, list, tuple)):
         return all(map(_is_told, value.values() if isinstance(value, dict) else value))

@@ -47,8 +47,8 @@ def once(model: PreTrainedModel, what: Hashable, cpu_kernels: bool, find: Callab
     return found[key]
 
 
-def once_for_all(model: PreTrainedModel, what: str, cpu_kernels: bool, find: Callable[[], str | None]) -> str | None:
-    """Return what is wrong, by ``find``; None if nothing is. That nothing is wrong is stored for later processes."""
+def what_is_wrong(model: PreTrainedModel, what: str, cpu_kernels: bool, find: Callable[[], str | None]) -> str | None:
+    """Return what ``find`` says is wrong; None if nothing is. That nothing is wrong is stored for later processes."""
 
     def find_or_read() -> str | None:
         path = verdicts.path_of(model, what, cpu_kernels)
@@ -114,7 +114,7 @@ def fused_runner(
         runner = FusedRunner(model, adapter, hidden_states, packs)
     except UnknownModelError as error:
         return str(error)
-    wrong = once_for_all(model, "fused", True, partial(_compare_with_plain, runner, trials=trials))
+    wrong = what_is_wrong(model, "fused", True, partial(_compare_with_plain, runner, trials=trials))
     return runner if wrong is None else wrong
 
 
@@ -124,7 +124,7 @@ def can_batch(model: PreTrainedModel, adapter: ModelAdapter) -> bool:
         return False
     runner = EagerRunner(model, adapter)
     find = partial(_compare_with_plain, runner, sequences=2, also_long=not state_of(model).is_known)
-    return once_for_all(model, "batch", adapter.uses_kernels, find) is None
+    return what_is_wrong(model, "batch", adapter.uses_kernels, find) is None
 
 
 def _compare_with_plain(runner: EagerRunner, **options: Any) -> str | None:

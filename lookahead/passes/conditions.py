@@ -11,7 +11,7 @@ from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, Pr
 from transformers.generation import MaxLengthCriteria
 
 from lookahead.compat import CACHE, forward_arguments
-from lookahead.compat.loops import own_sampling_loop
+from lookahead.compat.loops import own_loop
 from lookahead.models.adapter import ModelAdapter, device_of, vocabulary_of
 from lookahead.models.families import UnknownModelError, page_of
 from lookahead.models.state import state_of
@@ -99,7 +99,7 @@ def _try_loop(model: PreTrainedModel, adapter: ModelAdapter, generation: Generat
     ends = StoppingCriteriaList([MaxLengthCriteria(tokens.shape[1] + 5)])
     with probe.as_in_generate(model):
         try:
-            written = own_sampling_loop(model)(
+            written = own_loop(model)(
                 model, tokens.to(device), logits_processor=LogitsProcessorList(), stopping_criteria=ends,
                 generation_config=settings, **inputs,
             )  # fmt: skip

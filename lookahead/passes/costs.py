@@ -4,10 +4,6 @@ Costs are measured once for each model, machine, dtype, number of threads and wa
 user's cache directory. Every decoded step corrects them a little.
 """
 
-import json
-import logging
-import os
-import tempfile
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
@@ -15,20 +11,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import platformdirs
 import torch
-import xxhash
-from transformers import PreTrainedModel
 
-from lookahead.compat import attention_implementation, settings_of
+from lookahead.compat import attention_implementation
 from lookahead.cpu import native
 from lookahead.models.adapter import device_of
 from lookahead.models.kept import OfModels
+from lookahead.passes import stored
 from lookahead.passes.environment import environment
 from lookahead.passes.runner import EagerRunner
 from ngram_pool.forks import Lock
-
-logger = logging.getLogger(__name__)
 
 RUNGS = (1, 2, 4, 8, 16, 32, 64, 128)  # numbers of rows that are measured
 _RUNGS = np.array(RUNGS, float)
@@ -39,7 +31,6 @@ RENEWAL = 128  # a rung that was last timed n steps ago moves by n / RENEWAL, at
 LONG_AGO = 0.5  # and at most by this
 MANY_ROWS = 16  # scale of the rows when overheads are fitted
 LEAST_OVERHEAD = 1e-6
-FOLDER = Path(platformdirs.user_cache_dir("lookahead")) / "step-costs"
 REWRITE_RATIO = 1.25  # the file is rewritten when the costs differ from it by this ratio
 
 
@@ -144,10 +135,7 @@ class StepCosts:
             self._kept = now
         data = {"rungs": RUNGS, "seconds": self.seconds.tolist(), "per_position": self.per_position.tolist(),
                 "overhead": self.overhead, "overhead_per_row": self.overhead_per_row}  # fmt: skip
-        try:
-            write_json(self.path, data)
-        except OSError as error:
-            logger.info("step costs are not kept: %s", error)
+        stored.keep(self.path, data)
 
     def _summary(self) -> np.ndarray:
         return np.array([self(_RUNGS, length) for length in (0, LONG_CONTEXT)])
@@ -160,7 +148,10 @@ def _nearness(rows: int) -> np.ndarray:
 
 
 def ascending(seconds: np.ndarray) -> np.ndarray:
-    """Fewer rows cost no more. If they seem to, the machine was busy, and rarely used rows would never be corrected."""
+    """Costs of which none is more than that of more rows, as is possible only on a busy machine.
+
+    The lower cost is taken, because rarely used numbers of rows are rarely corrected.
+    """
     return np.minimum.accumulate(seconds[::-1])[::-1]
 
 
@@ -190,7 +181,7 @@ def step_costs(runner: EagerRunner, anew: float | None = None) -> StepCosts:
     )
     known = _known.setdefault(model, {})
     if now not in known or anew:
-        path = path_of(model, environment(model), *now)
+        path = stored.path_of("step-costs", model, environment(model), *now)
         costs = None if anew else _load(path)
         if costs is None:
             from lookahead.passes.measuring import measured  # not needed if a file has the costs
@@ -201,29 +192,17 @@ def step_costs(runner: EagerRunner, anew: float | None = None) -> StepCosts:
     return known[now]
 
 
-def path_of(model: PreTrainedModel, *depends_on: object) -> Path:
-    """Return the file of measurements, named by the model and everything else that they depend on."""
-    text = json.dumps([type(model).__name__, settings_of(model.config), *depends_on], sort_keys=True, default=str)
-    return FOLDER / f"{model.config.model_type}-{xxhash.xxh3_64_hexdigest(text.encode())}.json"
-
-
-def write_json(path: Path, data: dict) -> None:
-    """Write a file atomically. Raises OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".new", delete=False) as file:
-        json.dump(data, file, indent=1)
-    os.replace(file.name, path)
-
-
 def _load(path: Path) -> StepCosts | None:
     """Read a file. None: there is none, or its content is not valid."""
+    data = stored.read(path)
+    if data is None:
+        return None
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
         seconds, per_position = np.array(data["seconds"], float), np.array(data["per_position"], float)
         costs = StepCosts(seconds, per_position, float(data["overhead"]), float(data["overhead_per_row"]), path)
         numbers = np.array([*seconds, *per_position, costs.overhead, costs.overhead_per_row])
         has_shape = data["rungs"] == list(RUNGS) and (len(seconds), len(per_position)) == (len(RUNGS), 2)
-    except (OSError, ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError):
         return None
     if not (has_shape and np.isfinite(numbers).all() and numbers.min() >= 0 and min(*seconds, costs.overhead) > 0):
         return None

@@ -40,7 +40,7 @@ from lookahead.models.origin import is_own
 from lookahead.models.sliding import SlidingLayer
 from lookahead.models.state import state_of
 from lookahead.passes import probe, static
-from lookahead.passes.capabilities import once_for_all
+from lookahead.passes.capabilities import what_is_wrong
 from lookahead.passes.rounding import relative_error, tolerance
 from lookahead.passes.runner import EagerRunner, Output, TopK
 from lookahead.step import Step, pad
@@ -247,7 +247,7 @@ class StepGraphs:
                 return str(error)
             return probe.compare_with_plain(GraphRunner(StepGraphs(model, None), EagerRunner(model, adapter)))
 
-        return once_for_all(model, "graphs", False, compare)
+        return what_is_wrong(model, "graphs", False, compare)
 
     def _forget(self) -> None:
         self._drop_graphs()

@@ -4,8 +4,6 @@ Weights may change at any time, by the user, an optimizer or another thread. So 
 checked against the weights.
 """
 
-import os
-import threading
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
@@ -22,6 +20,7 @@ from lookahead.models.kept import OfModels
 from lookahead.models.state import State, state_of
 from lookahead.passes.runner import EagerRunner
 from lookahead.step import Visibility
+from ngram_pool.forks import Turn
 
 if TYPE_CHECKING:
     from lookahead.passes.fused import Watch
@@ -62,7 +61,7 @@ class ReadyProgram:
     """Estimated bytes of a packed copy that was not made because it is large."""
     runners: "WeakSet[EagerRunner]" = field(default_factory=WeakSet)
     """Those of running calls."""
-    waits: bool = False
+    is_released: bool = False
     """Whether it holds none of the model's tensors."""
 
     @property
@@ -72,7 +71,7 @@ class ReadyProgram:
 
     def let_go(self) -> None:
         """Wait for the next call."""
-        self.waits = True
+        self.is_released = True
         self.watch.let_go()
         for executor in self._executors:
             executor.let_go()
@@ -83,10 +82,10 @@ class ReadyProgram:
         """
         if not (self.state is state_of(model) and self.layers == adapter.layers and self.packs == packs):
             return False
-        if not self.waits:
+        if not self.is_released:
             is_same = not self.watch.has_changed()
         elif is_same := self.watch.resume():
-            self.waits = False
+            self.is_released = False
             tensors = list(map(torch.Tensor.detach, self.watch.tensors))
             for executor in self._executors:
                 executor.resume(tensors)
@@ -108,8 +107,7 @@ class PackedModel:
     """
 
     def __init__(self) -> None:
-        _all.add(self)
-        self.turn = threading.RLock()
+        self.turn = Turn()
         """Lock that a thread holds during a pass, because two passes at once would compete for cores."""
         self.bytes_in_blocks = 0
         """Bytes of the weights that are read directly from the blocks of a GGUF file."""
@@ -148,7 +146,6 @@ class PackedModel:
 
 
 _packed = OfModels[PackedModel]()
-_all: WeakSet[PackedModel] = WeakSet()
 
 
 def packed_of(model: PreTrainedModel) -> PackedModel:
@@ -158,13 +155,3 @@ def packed_of(model: PreTrainedModel) -> PackedModel:
 def forget(model: PreTrainedModel) -> None:
     """Free the packed weights and the program of a model that no call decodes."""
     _packed.pop(model)
-
-
-def _after_fork() -> None:
-    """Make new locks, because a forked child has none of the threads that held the old ones."""
-    for packed in list(_all):
-        packed.turn = threading.RLock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)

@@ -2,10 +2,10 @@
 
 from typing import Any
 
-import numpy as np
 import torch
 
-from lookahead.cpu.executor import ALIGNMENT, Executor, places_of
+from lookahead.cpu import pages
+from lookahead.cpu.executor import Executor, places_of
 from lookahead.cpu.products import is_plain_of, pointer
 from lookahead.cpu.states import Places, StateShape
 from lookahead.models.cache import LookaheadCache
@@ -34,9 +34,9 @@ def find(executor: Executor, cache: LookaheadCache, rows: int) -> list[Places]:
     of_inputs = [itemsize * rows * shape.channels for shape in shapes]
     of_states = [4 * rows * shape.heads * shape.of_update for shape in shapes]
     *starts, size = places_of([*of_inputs, *of_states])
-    if cache.room.nbytes < size + ALIGNMENT:
-        cache.room = np.empty(size + ALIGNMENT, np.uint8)
-    address = -(-cache.room.ctypes.data // ALIGNMENT) * ALIGNMENT
+    if cache.room.nbytes < size:
+        cache.room = pages.empty(size, torch.uint8)
+    address = cache.room.data_ptr()
     places, held = [], iter(cache.buffers()[2 * len(executor.caches) :])
     for i, shape in enumerate(shapes):
         inputs, state = next(held), next(held) if shape.heads else None

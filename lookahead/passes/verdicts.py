@@ -5,23 +5,16 @@ is stored only if torch and transformers define all code of a pass. Other models
 compiled ones, whose code cannot be identified.
 """
 
-import json
-import logging
 from functools import cache
 from pathlib import Path
 
-import platformdirs
 import xxhash
 from transformers import PreTrainedModel
 
 from lookahead.cpu import native
 from lookahead.models.state import state_of
-from lookahead.passes.costs import write_json
+from lookahead.passes import stored
 from lookahead.passes.environment import environment
-
-logger = logging.getLogger(__name__)
-
-FOLDER = Path(platformdirs.user_cache_dir("lookahead")) / "verdicts"
 
 
 def path_of(model: PreTrainedModel, *depends_on: object) -> Path | None:
@@ -29,26 +22,19 @@ def path_of(model: PreTrainedModel, *depends_on: object) -> Path | None:
     state = state_of(model)
     if not state.is_known or state.is_compiled:
         return None
-    text = repr((environment(model), native.CAPABILITY, _our_code(), state.text, depends_on))
-    return FOLDER / f"{model.config.model_type}-{xxhash.xxh3_128_hexdigest(text.encode())}.json"
+    everything = repr((environment(model), native.CAPABILITY, _our_code(), state.text, depends_on))
+    return stored.path_of("verdicts", model, everything)
 
 
 def load(path: Path | None) -> dict | None:
-    """Read a verdict. None: there is none, or the file is not valid."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8")) if path else None
-    except (OSError, ValueError):
-        return None
-    return found if isinstance(found, dict) else None
+    """Read a verdict; None if there is none."""
+    return stored.read(path) if path else None
 
 
 def save(path: Path | None, verdict: dict) -> None:
-    """Write a verdict. If that fails, the next process probes again."""
-    try:
-        if path:
-            write_json(path, verdict)
-    except OSError as error:
-        logger.info("a verdict is not kept: %s", error)
+    """Write a verdict, if it may be stored."""
+    if path:
+        stored.keep(path, verdict)
 
 
 @cache

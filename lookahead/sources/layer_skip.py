@@ -7,7 +7,6 @@ guesses, so their rows are dropped before it.
 """
 
 import copy
-import json
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -38,13 +37,12 @@ from lookahead.extending import (
     copy_of_module,
     device_of,
     lay_out,
-    path_of,
     processor,
     read_config,
     state_of,
     step_costs,
+    stored,
     time_passes,
-    write_json,
 )
 from lookahead.sources.draft import DraftGuesser, DraftModelSource
 from ngram_pool import GuessTree, Origin
@@ -243,18 +241,18 @@ class SkippedLayers:
         return f"layers to skip: {layers}; without them, {self.agreement:.0%} of the next tokens are the model's"
 
     def save(self, model: PreTrainedModel) -> Path:
-        """Write them for `LayerSkipSource`, next to the step costs. Returns the file. Raises OSError."""
+        """Write them for `LayerSkipSource`. Returns the file. Raises OSError."""
         path = _path(model)
-        write_json(path, asdict(self))
+        stored.write(path, asdict(self))
         return path
 
 
 def kept_layers(model: PreTrainedModel) -> SkippedLayers:
     """Read the file of `SkippedLayers.save`. Raises ValueError, which names the remedy, if there is none."""
     try:
-        data = json.loads(_path(model).read_text(encoding="utf-8"))
+        data = stored.read(_path(model)) or {}
         return SkippedLayers(tuple(map(int, data["skipped"])), float(data["agreement"]), float(data["gain"]))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"no layers to skip are known for {type(model).__name__}: find them by `lookahead tune --layer-skip "
             f"--model {model.name_or_path or 'NAME_OR_PATH'}`, or give skipped=(...)"
@@ -262,7 +260,7 @@ def kept_layers(model: PreTrainedModel) -> SkippedLayers:
 
 
 def _path(model: PreTrainedModel) -> Path:
-    return path_of(model, "skipped layers", processor(model.device), model.dtype)
+    return stored.path_of("skipped-layers", model, processor(model.device), model.dtype)
 
 
 def find_skipped_layers(

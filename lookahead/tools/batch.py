@@ -15,6 +15,7 @@ import torch
 import xxhash
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from lookahead.compat.loops import own_loop
 from lookahead.engine import loop
 from lookahead.engine.engine import Lookahead
 from lookahead.models.adapter import context_length
@@ -29,7 +30,6 @@ from lookahead.tools.pool_commands import check_out
 from lookahead.tools.prompts import PromptLine, read_prompt_lines, up_to_its_end
 from lookahead.tools.sizes import best_size, fitting_size
 from lookahead.vocabulary import vocabulary_fingerprint
-from lookahead.wrapping import own_loop
 from ngram_pool import NgramPool
 
 SAVE_EVERY = 60.0  # seconds between two saves of the pool

@@ -12,10 +12,10 @@ import torch
 from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 from transformers.generation import BaseStreamer
 
+from lookahead.compat.loops import own_loop
 from lookahead.passes.measuring import progress_bar
 from lookahead.stats import Stats
 from lookahead.tools.contention import Span, watch, why_no_ratio
-from lookahead.wrapping import own_loop
 
 ERASE = "\x1b[J"  # erases from the cursor to the end of the screen
 # BELOW scrolls if needed, saves the cursor and goes to the next line; BACK restores the cursor.

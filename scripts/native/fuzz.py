@@ -18,7 +18,7 @@ import numpy as np
 import sanitized  # noqa: F401  # first: it chooses the kernels
 import torch
 
-from lookahead.cpu import blocks, choice, executor, gemm, native, products, top_k, tree_attention
+from lookahead.cpu import blocks, choice, executor, gemm, native, pages, products, top_k, tree_attention
 from lookahead.cpu import operations as op
 from lookahead.cpu.elementwise import Clip, Scale, Xielu
 from lookahead.cpu.executor import Executor, Rows
@@ -95,7 +95,7 @@ def guarded() -> Iterator[Guarded]:
         mock.patch.object(torch.Tensor, "new_empty", new_empty),
         mock.patch.object(executor, "np", fake),
         mock.patch.object(top_k, "np", fake),
-        mock.patch.object(executor, "HugePages", return_value=memory),
+        mock.patch.object(pages, "HugePages", return_value=memory),
     ):
         try:
             yield memory

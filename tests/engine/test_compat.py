@@ -75,7 +75,7 @@ def test_loops(name):
 
 
 def test_generate_calls_its_loop_by_name(model, monkeypatch):
-    assert loops.sampling_loop(model) is type(model)._sample
+    assert loops.own_loop(model) is type(model)._sample
     assert "generation" in seen_in_loop(model, monkeypatch), moved(
         "the call of GenerationMixin._sample", "transformers"
     )
@@ -168,6 +168,7 @@ def test_attention(model):
     assert not compat.looks_up_attention(tiny_model("bloom"))
 
 
+@pytest.mark.long
 def test_registered_attention():
     """In a process of its own, where nothing has been registered."""
     code = "from lookahead.compat import registered_attention; print(registered_attention('sdpa').__name__)"
@@ -176,6 +177,7 @@ def test_registered_attention():
     assert compat.registered_attention("eager") is None
 
 
+@pytest.mark.long
 def test_attention_is_registered_in_place_of_transformers_own():
     code = (
         "from lookahead import compat; mine = lambda *_: None; compat.register_attention(mine); "

@@ -17,7 +17,7 @@ from zoo import SETTINGS, VOCABULARY, tiny_model
 import lookahead
 from lookahead import LookaheadConfig
 from lookahead.models.adapter import context_length
-from lookahead.passes import capabilities, costs, measuring
+from lookahead.passes import capabilities, measuring, stored
 from lookahead.passes.capabilities import choose_runner, find_adapter
 from lookahead.passes.costs import RUNGS, StepCosts, step_costs
 from lookahead.passes.graphs import GraphRunner, StepGraphs
@@ -97,13 +97,13 @@ def test_passes_over_states_go_on_from_some(name, monkeypatch):
 
 
 def test_costs_are_kept_and_found_again(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(costs, "FOLDER", tmp_path / "new")
+    monkeypatch.setattr(stored, "FOLDER", tmp_path / "new")
     model = tiny_model("llama")
     runner = runner_of(model)
     first = step_costs(runner)
     assert step_costs(runner) is first
     assert step_costs(runner_of(model)) is first
-    assert first.path.parent == tmp_path / "new"
+    assert first.path.parent == tmp_path / "new" / "step-costs"
     monkeypatch.setattr(measuring, "measure", None)  # nothing more is measured
     again = step_costs(runner_of(tiny_model("llama", seed=1)))
     assert again.seconds.tolist() == first.seconds.tolist()
@@ -113,7 +113,7 @@ def test_costs_are_kept_and_found_again(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize("change", ["dtype", "size", "threads", "kernels", "attention", "replayed"])
 def test_what_costs_depend_on(change, tmp_path, monkeypatch):
-    monkeypatch.setattr(costs, "FOLDER", tmp_path)
+    monkeypatch.setattr(stored, "FOLDER", tmp_path)
     model = tiny_model("llama", hidden_size=256)
     step_costs(runner_of(model))
     if change == "dtype":
@@ -128,11 +128,11 @@ def test_what_costs_depend_on(change, tmp_path, monkeypatch):
     if change == "kernels":
         runner = EagerRunner(model, replace(runner.adapter, uses_kernels=not runner.adapter.uses_kernels))
     step_costs(GraphRunner(StepGraphs(model), runner) if change == "replayed" else runner)
-    assert len(list(tmp_path.iterdir())) == 2
+    assert len(list(tmp_path.glob("step-costs/*"))) == 2
 
 
 def test_costs_depend_on_what_a_pass_reads(tmp_path, monkeypatch):
-    monkeypatch.setattr(costs, "FOLDER", tmp_path)
+    monkeypatch.setattr(stored, "FOLDER", tmp_path)
     model = lookahead.wrap(tiny_model("llama"))
     for quantized in (False, True):
         if quantized:
@@ -140,12 +140,12 @@ def test_costs_depend_on_what_a_pass_reads(tmp_path, monkeypatch):
         runner = choose_runner(model, LookaheadConfig())[0]
         assert runner.name == "fused"
         step_costs(runner)
-    assert len(list(tmp_path.iterdir())) == 2
+    assert len(list(tmp_path.glob("step-costs/*"))) == 2
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"seconds": 1}', "nan", "other rungs", "negative"])
 def test_a_torn_or_foreign_file_is_measured_anew(text, tmp_path, monkeypatch):
-    monkeypatch.setattr(costs, "FOLDER", tmp_path)
+    monkeypatch.setattr(stored, "FOLDER", tmp_path)
     model = tiny_model("llama")
     path = step_costs(runner_of(model)).path
     held = json.loads(path.read_text())
@@ -165,7 +165,7 @@ def test_a_torn_or_foreign_file_is_measured_anew(text, tmp_path, monkeypatch):
 
 def test_a_folder_that_cannot_be_written_to_is_no_obstacle(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
-    monkeypatch.setattr(costs, "FOLDER", tmp_path / "file")
+    monkeypatch.setattr(stored, "FOLDER", tmp_path / "file")
     model = lookahead.wrap(tiny_model("llama"))
     assert model.generate(torch.tensor([[3, 4]]), max_new_tokens=5).shape == (1, 7)
 
@@ -210,7 +210,7 @@ def test_a_pause_while_costs_were_measured_is_found_out(tmp_path):
 
 
 def test_decoding_follows_its_steps(tmp_path, monkeypatch):
-    monkeypatch.setattr(costs, "FOLDER", tmp_path)
+    monkeypatch.setattr(stored, "FOLDER", tmp_path)
     model = lookahead.wrap(tiny_model("llama"))
     ids = torch.tensor([[3, 4, 5, 3, 4]])
     model.generate(ids, max_new_tokens=4)
@@ -250,7 +250,7 @@ def test_no_pass_goes_beyond_the_positions_of_a_model(name, positions):
 
 @pytest.mark.parametrize("works", [True, False])
 def test_costs_that_cannot_be_measured_are_assumed(works, clock, tmp_path, monkeypatch):
-    monkeypatch.setattr(costs, "FOLDER", tmp_path)
+    monkeypatch.setattr(stored, "FOLDER", tmp_path)
     model = tiny_model("llama")
     ids = torch.tensor([[5, 6, 7, 5, 6]])
     expected = model.generate(ids, max_new_tokens=30)

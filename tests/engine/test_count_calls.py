@@ -53,8 +53,8 @@ def test_what_exceeds_a_limit_is_named(counts):
 
 def test_the_command_fails_where_a_limit_is_exceeded(counts, monkeypatch):
     monkeypatch.setattr(count_calls, "count", lambda model: counts)
-    for name in ("FOLDER", "SECONDS"):  # the command sets them
-        monkeypatch.setattr(count_calls.costs, name, getattr(count_calls.costs, name))
+    for module, name in ((count_calls.stored, "FOLDER"), (count_calls.costs, "SECONDS")):  # the command sets them
+        monkeypatch.setattr(module, name, getattr(module, name))
     within, beyond = (CliRunner().invoke(count_calls.main, options) for options in ([], ["--step-calls", "1"]))
     assert within.exit_code == 0
     assert "| a greedy step |" in within.output

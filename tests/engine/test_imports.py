@@ -46,6 +46,7 @@ def test_every_name_is_there():
         from lookahead import nonsense  # noqa: F401
 
 
+@pytest.mark.long
 def test_a_transformers_that_dropped_its_processors():
     """Those that are known to treat each sequence by itself are only looked up; without them, batches go in step."""
     code = """
@@ -66,6 +67,7 @@ print(len(BY_SEQUENCE))
     assert python(code) == "2\n"
 
 
+@pytest.mark.long
 def test_what_is_not_asked_for_is_not_loaded():
     """The package is imported on demand, and a stranger who follows `wrap` and `generate` meets the core alone."""
     bolted_on = [

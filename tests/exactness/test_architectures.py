@@ -62,6 +62,7 @@ def test_a_family_that_hangs_is_ended():
     assert "0.001 s" in row["reason"]
 
 
+@pytest.mark.long
 def test_page(tmp_path):
     out = tmp_path / "page.md"
     done = CliRunner().invoke(architectures.main, ["--only", "gpt2,bart,cpmant", "--out", str(out)])

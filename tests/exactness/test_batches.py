@@ -253,6 +253,7 @@ def test_batches_sample_the_exact_distribution(small_vocabulary):
     assert chi_square(sampled_continuations(model, SAMPLES, 8, 3), probabilities) < 4
 
 
+@pytest.mark.long
 def test_the_distribution_test_sees_a_biased_rule(small_vocabulary, monkeypatch):
     """The usual mistake: after a rejection, the token is drawn from the whole distribution again."""
     walk, emit = call.walk, NextTokenRule.emit

@@ -118,6 +118,7 @@ def test_automatic_budgets(device):
     assert [written(model, inputs, GREEDY) for _ in range(3)] == [expected] * 3
 
 
+@pytest.mark.long
 @on_each_device
 def test_threads_and_streams(device):
     """Four threads share a model and a pool; on a GPU, each computes in its own stream."""

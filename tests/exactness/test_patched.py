@@ -34,7 +34,7 @@ from lookahead import LookaheadConfig
 from lookahead.models import attention, state
 from lookahead.models.families import HOMES, page_for
 from lookahead.models.state import State, state_of
-from lookahead.passes import probe, verdicts
+from lookahead.passes import probe, stored, verdicts
 from lookahead.passes.capabilities import find_adapter
 from lookahead.passes.runner import EagerRunner
 from ngram_pool import NgramPool, Origin
@@ -548,6 +548,7 @@ def numbers_of(model):
 LEFT_OUT = "training", "first_kv_shared_layer_idx"  # by the latter, Gemma 4 reads a prompt for some of its logits alone
 
 
+@pytest.mark.long
 @settings(max_examples=60, deadline=None)
 @given(family=st.sampled_from(FUSED), place=st.integers(0, 10**6), change=st.sampled_from(["more", "less"]))
 def test_any_number_that_a_module_keeps(family, place, change):
@@ -569,6 +570,7 @@ def test_any_number_that_a_module_keeps(family, place, change):
     assert texts[0] == texts[1]
 
 
+@pytest.mark.long
 @settings(max_examples=100, deadline=None)
 @given(
     family=st.sampled_from(FUSED),
@@ -1110,8 +1112,9 @@ def test_wrapping_takes_few_passes(dtype):
 def kept(tmp_path, monkeypatch):
     """The folder of verdicts, which are kept."""
     monkeypatch.setattr(verdicts, "path_of", PATH_OF)
-    monkeypatch.setattr(verdicts, "FOLDER", tmp_path)
-    return tmp_path
+    monkeypatch.setattr(stored, "FOLDER", tmp_path)
+    (folder := tmp_path / "verdicts").mkdir()
+    return folder
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3_moe"])

@@ -21,11 +21,11 @@ from zoo import tiny_model
 
 import lookahead
 from lookahead import GuessSource, LookaheadConfig, sequences
+from lookahead.compat.loops import own_loop
 from lookahead.engine import loop
 from lookahead.guessing.pool import PoolGuesser
 from lookahead.guessing.source import Needs
 from lookahead.passes import sharing
-from lookahead.wrapping import own_loop
 from ngram_pool import GuessTree
 
 ROOT = Path(__file__).parents[2]
@@ -558,6 +558,7 @@ print("wrong", wrong)
 """
 
 
+@pytest.mark.long
 def test_a_forked_process_does_not_wait_for_the_threads_of_its_parent():
     done = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=300, env=ENVIRONMENT)
     assert done.stdout.strip() == "wrong 0", done.stdout + done.stderr

@@ -214,6 +214,7 @@ def test_nothing_runs_before_the_first_piece_is_asked_for(loaded):
     assert watch.seen == 0
 
 
+@pytest.mark.long
 def test_a_stream_left_open_does_not_hold_up_the_end_of_the_process():
     program = """
 import time, lookahead

@@ -36,6 +36,7 @@ def run(model: Path, folder: Path, caches: list[Path]) -> list[dict]:
     return [json.loads(output) for output, _ in outputs]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("model_type", ["qwen3"])
 def test_two_processes_are_as_one(model_type, tmp_path):
     sizes = {"num_key_value_heads": 2, "tie_word_embeddings": False}

@@ -583,6 +583,7 @@ for dtype in (torch.float32, torch.bfloat16):
 """
 
 
+@pytest.mark.long
 def test_threads_may_have_small_stacks(tmp_path):
     environment = os.environ | {
         "OMP_STACKSIZE": "128K",

@@ -190,6 +190,7 @@ sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", *sys.argv[1:]]))
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("capability", LOWER.get(native.CAPABILITY, []))
 def test_kernels_are_right_on_lesser_processors(capability, tmp_path):
     chosen = [

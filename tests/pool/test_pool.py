@@ -623,6 +623,7 @@ def merged(base: NgramPool, *others: NgramPool, since: NgramPool | None = None) 
     return pool
 
 
+@pytest.mark.long
 @settings(max_examples=60, deadline=None)
 @given(SHORT, st.lists(SHORT, min_size=2, max_size=5), st.randoms())
 def test_the_order_of_merging_does_not_matter(text, texts, rng):
@@ -634,6 +635,7 @@ def test_the_order_of_merging_does_not_matter(text, texts, rng):
         assert_holds_alike(forth, merged(base, *pools, since=since))
 
 
+@pytest.mark.long
 @settings(max_examples=60, deadline=None)
 @given(SHORT, st.lists(SHORT, min_size=2, max_size=4))
 def test_a_tree_of_merges_is_one_merge(text, texts):
@@ -644,6 +646,7 @@ def test_a_tree_of_merges_is_one_merge(text, texts):
     assert_holds_alike(merged(base, *nodes, since=base), merged(base, *replicas, since=base))
 
 
+@pytest.mark.long
 @settings(max_examples=100, deadline=None)
 @given(SHORT, SHORT)
 def test_merging_what_learned_nothing_changes_nothing(text, more):

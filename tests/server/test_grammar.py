@@ -307,6 +307,7 @@ LARGE = {  # takes seconds to compile, and is then too large for a token of its 
 }
 
 
+@pytest.mark.long
 def test_a_large_schema_holds_up_nobody(strict):
     with ThreadPoolExecutor(1) as threads:
         how = {"type": "json_schema", "json_schema": {"name": "x", "schema": LARGE}}
@@ -512,6 +513,7 @@ def test_the_first_schema_holds_up_nobody():
     asyncio.run(ask_first())
 
 
+@pytest.mark.long
 def test_the_tool_whose_schema_takes_too_long_is_named(monkeypatch):
     """Its name is found in rehearsals of each tool alone."""
     monkeypatch.setattr(rehearsals, "SECONDS", 1)

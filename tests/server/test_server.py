@@ -175,6 +175,7 @@ def test_several_clients_at_once(client, expected):
             assert text == expected(*one)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("parts", [False, True])
 def test_a_prediction_makes_guesses_and_changes_no_text(address, client, expected, parts):
     """Its text begins otherwise than the answer, which the client cannot know, and goes on as it does."""

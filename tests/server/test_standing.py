@@ -192,6 +192,7 @@ def test_three_hundred_that_have_begun_hold_up_nobody(address, kind):
             assert ask(address, COMPLETION, prompt="x", max_tokens=2)[0] == 200
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("source", ["127.0.0.1", "127.0.0.2"])
 def test_a_crowd_that_goes_on_coming_holds_up_nobody(address, source):
     """A request that comes whole is answered beside any crowd, also of its own address."""
@@ -348,6 +349,7 @@ def test_memory_is_flat():
     assert held[2] - held[1] < 8 << 20, held
 
 
+@pytest.mark.long
 def test_an_attack():
     """`scripts/endure_server.py --attack`, for a short time. A bystander that gets another text is noticed."""
     with running(*SERVE) as address:

@@ -10,7 +10,7 @@ import lookahead
 from lookahead import LookaheadConfig, NgramPool, UnsupportedModelError
 from lookahead.guessing.bigrams import bigrams_file, new_pool
 from lookahead.guessing.pool import TOP_K
-from lookahead.passes import costs
+from lookahead.passes import stored
 from lookahead.passes.capabilities import find_adapter
 from lookahead.passes.runner import EagerRunner
 from lookahead.sources.jacobi import JacobiSource
@@ -23,8 +23,8 @@ IDS = torch.tensor([[5, 6, 7, 8, 5, 6, 7, 8, 5, 6]])
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(costs, "FOLDER", tmp_path / "step-costs")
-    return costs.FOLDER
+    monkeypatch.setattr(stored, "FOLDER", tmp_path)
+    return tmp_path / "bigrams"
 
 
 def keep(model, pool):

@@ -23,7 +23,7 @@ import lookahead
 from lookahead import DraftModelSource, LayerSkipSource, LookaheadConfig, PoolSource, UnsupportedModelError
 from lookahead.compat import is_compiled
 from lookahead.models.cache import LookaheadCache
-from lookahead.passes import costs
+from lookahead.passes import stored
 from lookahead.passes.capabilities import find_adapter
 from lookahead.passes.costs import RUNGS, StepCosts
 from lookahead.passes.graphs import StepGraphs
@@ -525,7 +525,7 @@ def test_a_model_that_writes_nothing_is_named():
 
 
 def test_without_layers_found_the_command_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(costs, "FOLDER", tmp_path)
+    monkeypatch.setattr(stored, "FOLDER", tmp_path)
     model = deep_model()
     with pytest.raises(ValueError, match="`lookahead tune --layer-skip --model NAME_OR_PATH`"):
         LayerSkipSource(model)
@@ -541,12 +541,12 @@ def test_without_layers_found_the_command_is_named(tmp_path, monkeypatch):
 
 
 def test_tune_keeps_the_layers_that_it_finds(tmp_path, monkeypatch):
-    monkeypatch.setattr(costs, "FOLDER", tmp_path)
+    monkeypatch.setattr(stored, "FOLDER", tmp_path)
     result = CliRunner().invoke(main, ["tune", "--seconds", "2", "--contexts", "16", "--threads", "1", "--layer-skip"])
     assert result.exit_code == 0, result.output
     model = load(None)[0]
     found = kept_layers(model)
     assert str(found) in result.stdout
     assert f"kept for LayerSkipSource: {layer_skip._path(model)}" in result.stdout
-    assert layer_skip._path(model).parent == tmp_path
+    assert layer_skip._path(model).parent == tmp_path / "skipped-layers"
     assert LayerSkipSource(model).skipped == found.skipped

@@ -628,6 +628,7 @@ def test_a_slow_source_that_earns_nothing_is_asked_now_and_then(monkeypatch):
     assert engine.stats.accepted.total() == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("pool", [[], [PoolSource()]], ids=["alone", "with the pool"])
 def test_a_source_has_no_part_in_a_call_that_its_pause_outlasts(monkeypatch, pool):
     """Neither the source nor the pass works for it, but its pause continues."""

@@ -125,10 +125,10 @@ def test_the_end_of_a_text_in_a_batch(tmp_path, monkeypatch):
 
 SLOW = """
 import pathlib, sys, time
-from lookahead.passes import costs
+from lookahead.passes import costs, stored
 from lookahead.tools import batch
 from lookahead.tools.cli import main
-costs.SECONDS, costs.FOLDER = 0.02, pathlib.Path(sys.argv.pop(1))
+costs.SECONDS, stored.FOLDER = 0.02, pathlib.Path(sys.argv.pop(1))
 batch.best_size = lambda *_: 2
 decode = batch.Texts.decode
 def slowly(self, tasks):

@@ -115,6 +115,7 @@ def weights_of(model):
     return found
 
 
+@pytest.mark.long
 @settings(max_examples=10, deadline=None, phases=set(Phase) - {Phase.shrink})  # an example takes a second
 @given(
     family=st.sampled_from(FAMILIES),

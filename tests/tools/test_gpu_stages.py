@@ -40,6 +40,7 @@ def imports_once(monkeypatch):
     multiprocessing.forkserver._forkserver._stop()
 
 
+@pytest.mark.long
 def test_all_stages(run, imports_once, tmp_path):
     """But the tests, which run beside this one anyway."""
     stages = [stage for stage in gpu.SMALL_STAGES if stage != "tests"]

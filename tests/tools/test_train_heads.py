@@ -36,7 +36,7 @@ from bench.trained_heads import (
 )
 from lookahead import EagleSource, LookaheadConfig, MedusaSource, NgramPool, PoolSource
 from lookahead.guessing.bigrams import bigrams_file
-from lookahead.passes import costs
+from lookahead.passes import stored
 
 KINDS = ["medusa", "eagle", "eagle3"]
 DEMO = Path(lookahead.__file__).parent / "demo_model"
@@ -234,7 +234,7 @@ def test_the_command(tmp_path, few, demo, kind, vocabulary):
 
 
 def test_sources_are_compared(tmp_path, demo, monkeypatch):
-    monkeypatch.setattr(costs, "FOLDER", tmp_path)
+    monkeypatch.setattr(stored, "FOLDER", tmp_path)
     NgramPool().save(bigrams_file(demo[0]))
     for folder in ("heads", "more/heads", "other/heads"):
         write_heads(tmp_path / folder, demo[0], new_heads(demo[0], "eagle", torch.arange(4096)), torch.arange(4096))

@@ -6,7 +6,7 @@ import matplotlib.image
 import pytest
 from click.testing import CliRunner
 
-from lookahead.passes import capabilities, costs, measuring
+from lookahead.passes import capabilities, costs, measuring, stored
 from lookahead.passes.costs import RUNGS
 from lookahead.tools import commands, tuning
 from lookahead.tools.cli import main
@@ -18,14 +18,14 @@ def tune(*arguments):
 
 
 def test_tune_keeps_what_decoding_goes_by(tmp_path, monkeypatch):
-    monkeypatch.setattr(costs, "FOLDER", tmp_path)
+    monkeypatch.setattr(stored, "FOLDER", tmp_path)
     result = tune("--contexts", "16,100,100000", "--threads", "1", "--picture", str(tmp_path / "times.png"))
     assert result.exit_code == 0, result.output
     lines = [line for line in result.stdout.splitlines() if "context" in line]
     assert [line.split(",")[0].strip() for line in lines] == [FUSED] * 2 + [SPLIT] * 2 + [DENSE] * 2
     assert all(float(time) > 0 for line in lines for time in line.split()[4:])
     assert "100000" not in result.stdout  # beyond the model's context
-    (kept,) = tmp_path.glob("*.json")
+    (kept,) = tmp_path.glob("step-costs/*.json")
     assert f"kept for decoding: {kept}" in result.stdout
     before = json.loads(kept.read_text())
     picture = matplotlib.image.imread(tmp_path / "times.png")
@@ -39,7 +39,7 @@ def test_tune_keeps_what_decoding_goes_by(tmp_path, monkeypatch):
 
 def test_fused_passes_come_first(tmp_path, monkeypatch):
     """And are kept apart from those of a model that has none."""
-    monkeypatch.setattr(costs, "FOLDER", tmp_path)
+    monkeypatch.setattr(stored, "FOLDER", tmp_path)
     for ways in ([FUSED, SPLIT, DENSE], [SPLIT, DENSE]):
         result = tune("--contexts", "16", "--threads", "1")
         assert result.exit_code == 0, result.output
@@ -47,7 +47,7 @@ def test_fused_passes_come_first(tmp_path, monkeypatch):
         assert [line.split(",")[0].strip() for line in lines] == ways
         for module in (capabilities, tuning):
             monkeypatch.setattr(module, "fused_runner", lambda *_, **options: "not here")
-    assert len(list(tmp_path.glob("*.json"))) == 2
+    assert len(list(tmp_path.glob("step-costs/*.json"))) == 2
 
 
 @pytest.mark.parametrize(
