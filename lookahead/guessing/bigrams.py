@@ -11,8 +11,7 @@ from ngram_pool import NgramPool, PoolFileError
 
 
 def bigrams_file(model: PreTrainedModel) -> Path:
-    """Return the file of a model's bigrams, next to its step costs. It depends on the model's name, settings and
-    dtype."""
+    """Return the file of a model's bigrams. It depends on the model's name, settings and dtype."""
     return stored.path_of("bigrams", model, model.name_or_path, model.dtype).with_suffix(".pool")
 
 

@@ -270,6 +270,7 @@ def tune(
     if bigrams:
         kept = bigrams_file(model)
         with explained("cannot keep the bigrams", OSError):
+            kept.parent.mkdir(parents=True, exist_ok=True)
             learned.save(kept)
         click.echo(f"{len(learned)} contexts kept for new pools: {kept}")
     if picture is not None:

@@ -235,7 +235,8 @@ def test_the_command(tmp_path, few, demo, kind, vocabulary):
 
 def test_sources_are_compared(tmp_path, demo, monkeypatch):
     monkeypatch.setattr(stored, "FOLDER", tmp_path)
-    NgramPool().save(bigrams_file(demo[0]))
+    (kept := bigrams_file(demo[0])).parent.mkdir()
+    NgramPool().save(kept)
     for folder in ("heads", "more/heads", "other/heads"):
         write_heads(tmp_path / folder, demo[0], new_heads(demo[0], "eagle", torch.arange(4096)), torch.arange(4096))
     prompts, files = tmp_path / "prompts.jsonl", tmp_path / "files"
