@@ -87,6 +87,7 @@ def test_what_is_not_asked_for_is_not_loaded():
         "mistral",
         "mtp",
         "padding",
+        "parts",
         "passed_in",
         "plain",
         "recording",

@@ -5,7 +5,9 @@ from typing import Any
 from lookahead.cpu import operations as op
 from lookahead.cpu.operations import Value
 from lookahead.models.families.corrected import WithSharedExperts
+from lookahead.models.families.experts import mixture
 from lookahead.models.families.page import Slides
+from lookahead.models.families.parts import qk_norm
 
 
 class Afmoe(WithSharedExperts):
@@ -26,7 +28,7 @@ class Afmoe(WithSharedExperts):
     def attention(self, x: Value, attention: Any, name: str) -> Value:
         self.own(attention, "Attention")
         q, k, v, gate = self.products(x, *self.projections(attention), self.linear(attention.gate_proj))
-        q, k = self.normed(q, k, attention)
+        q, k = qk_norm(self, q, k, attention)
         if attention.is_local_attention:
             q, k = self.turned(q, k, attention, name)
         found = self.attended(q, k, v, attention)
@@ -34,8 +36,8 @@ class Afmoe(WithSharedExperts):
         return self.product(gated, attention.o_proj)
 
     def mixed(self, x: Value, mlp: Any) -> Value:
-        return self.experts(
-            x, mlp.router, mlp.experts, adds_to_one=True, rounds=False, suffix="TokenChoiceRouter",
+        return mixture(
+            self, x, mlp.router, mlp.experts, adds_to_one=True, rounds=False, suffix="TokenChoiceRouter",
             routing=self.linear(mlp.router.gate), correction=mlp.expert_bias, is_sigmoid=True,
             factor=float(mlp.router.route_scale),
         )  # fmt: skip

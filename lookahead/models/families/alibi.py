@@ -13,6 +13,7 @@ from lookahead.cpu.operations import Value
 from lookahead.models.families.clipped import clipped
 from lookahead.models.families.llama import Llama
 from lookahead.models.families.page import UnknownModelError
+from lookahead.models.families.parts import select, split
 
 MOST_POSITIONS = 2**16  # of a text, where a configuration names no limit; longer ones are left to the model
 
@@ -53,7 +54,7 @@ class Bloom(Llama):
         if attention.pretraining_tp > 1 and attention.slow_but_exact:
             raise UnknownModelError("its products are summed in parts")
         joined, size = self.product(x, attention.query_key_value), attention.head_dim
-        q, k, v = (self.select(joined, size, group=3, first=i) for i in range(3))
+        q, k, v = (select(self, joined, size, group=3, first=i) for i in range(3))
         attended = self.attend(
             q, k, v, attention, scaling=attention.inv_norm_factor, biases=self.biases, rounds_scores=True
         )
@@ -93,7 +94,7 @@ class Mpt(Llama):
 
     def heads(self, x: Value, attention: Any) -> Value:
         self.own(attention, "Attention")
-        q, k, v = self.products(x, *self.parts(attention.Wqkv, x.width, x.width))
+        q, k, v = self.products(x, *split(self, attention.Wqkv, x.width, x.width))
         q, k, v = clipped(self, attention.clip_qkv or None, q, k, v)
         attended = self.attend(
             q, k, v, attention, scaling=attention.softmax_scale, dropout="attn_dropout_p", biases=self.biases,

@@ -11,6 +11,7 @@ from transformers.activations import XIELUActivation
 from lookahead.cpu.elementwise import Xielu
 from lookahead.cpu.operations import Value
 from lookahead.models.families.nemotron import Arcee
+from lookahead.models.families.parts import qk_norm
 
 
 class Apertus(Arcee):
@@ -19,7 +20,7 @@ class Apertus(Arcee):
         return self.add(x, self.mlp(self.norm(x, layer.feedforward_layernorm), layer.mlp))
 
     def turned(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
-        return super().turned(*self.normed(q, k, attention), attention, name)
+        return super().turned(*qk_norm(self, q, k, attention), attention, name)
 
     def gate(self, x: Value, activation: Any, by: Value | None = None) -> Value:
         if type(activation) is not XIELUActivation:

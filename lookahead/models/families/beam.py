@@ -7,7 +7,9 @@ import torch
 from lookahead.cpu import operations as op
 from lookahead.cpu.operations import Value
 from lookahead.models.families.corrected import WithSharedExperts
+from lookahead.models.families.experts import mixture
 from lookahead.models.families.page import Slides
+from lookahead.models.families.parts import qk_norm, scaled
 
 
 class Beam(WithSharedExperts):
@@ -23,14 +25,14 @@ class Beam(WithSharedExperts):
 
     def summed(self, x: Value, more: Value, depth: int) -> Value:
         """Both parts are weighted, so that the sum of all parts has the variance of one."""
-        return self.add(self.scale(x, ((depth - 1) / depth) ** 0.5), more, 1 / depth**0.5)
+        return self.add(scaled(self, x, ((depth - 1) / depth) ** 0.5), more, 1 / depth**0.5)
 
     def attention(self, x: Value, attention: Any, name: str) -> Value:
         self.own(attention, "Attention")
         gates = self.linear(attention.gate_proj)
         biases = attention.gate_bias.detach().repeat_interleave(attention.head_dim)
         q, k, v, gate = self.products(x, *self.projections(attention), gates._replace(bias=biases))
-        q, k = self.normed(q, k, attention)
+        q, k = qk_norm(self, q, k, attention)
         q = self.rotary(q, attention.head_dim, name)
         if self.has_positions(name):
             k = self.rotary(k, attention.head_dim, name)
@@ -51,7 +53,7 @@ class Beam(WithSharedExperts):
     def mlp(self, x: Value, mlp: Any) -> Value:
         if hasattr(mlp, "experts"):
             factor = float(self.own(mlp, "MoE").routed_scaling_factor)
-            return self.scale(self.mixed(x, mlp), factor)
+            return scaled(self, self.mixed(x, mlp), factor)
         self.own(mlp, "MLP")
         gate, up = self.products(x, self.linear(mlp.gate_proj), self.linear(mlp.up_proj))
         activation = self._activation(mlp.act_fn)
@@ -60,8 +62,8 @@ class Beam(WithSharedExperts):
 
     def mixed(self, x: Value, mlp: Any) -> Value:
         gate = mlp.gate
-        return self.experts(
-            x, gate, mlp.experts, gate.norm_topk_prob, rounds=False, in_float32=True, is_sigmoid=True,
+        return mixture(
+            self, x, gate, mlp.experts, gate.norm_topk_prob, rounds=False, in_float32=True, is_sigmoid=True,
             correction=gate.e_score_correction_bias, groups=gate.num_group, top_groups=gate.topk_group,
         )  # fmt: skip
 

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 
 from lookahead.cpu.operations import Value
+from lookahead.models.families.experts import mixture
 from lookahead.models.families.llama import Llama
 from lookahead.models.families.page import Slides, UnknownModelError
+from lookahead.models.families.parts import scaled, side_by_side
 
 
 class Cohere(Llama):
@@ -19,7 +21,7 @@ class Cohere(Llama):
     rotary_rounds_once = True
 
     def layer(self, x: Value, layer: Any, name: str) -> Value:
-        return self.side_by_side(x, layer, name)
+        return side_by_side(self, x, layer, name)
 
     def turned(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
         if attention.use_qk_norm:
@@ -56,11 +58,11 @@ class Cohere2Moe(Cohere2):
         gate = self.own(mlp, "SparseMoeBlock").gate
         is_sigmoid = gate.expert_selection_fn == "sigmoid"  # else the softmax of the scores that are chosen
         adds_to_one = not is_sigmoid or gate.norm_topk_prob
-        mixed = self.experts(x, gate, mlp.experts, adds_to_one, is_sigmoid=is_sigmoid, epsilon=0.0)
+        mixed = mixture(self, x, gate, mlp.experts, adds_to_one, is_sigmoid=is_sigmoid, epsilon=0.0)
         if not mlp.num_shared_experts:
             return mixed
         both = self.add(mixed, super().mlp(x, mlp.shared_experts))
-        return both if mlp.shared_expert_combination_strategy == "sum" else self.scale(both, 0.5)
+        return both if mlp.shared_expert_combination_strategy == "sum" else scaled(self, both, 0.5)
 
 
 class CohereCompass(Llama):
@@ -72,7 +74,7 @@ class CohereCompass(Llama):
     norms_are_centered = True
 
     def layer(self, x: Value, layer: Any, name: str) -> Value:
-        return self.side_by_side(x, layer, name)
+        return side_by_side(self, x, layer, name)
 
     def turned(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
         has_positions = self.inner.config.rope_parameters[name] is not None

@@ -3,8 +3,10 @@
 from typing import Any
 
 from lookahead.cpu.operations import Value
+from lookahead.models.families.experts import mixture
 from lookahead.models.families.llama import Llama
 from lookahead.models.families.page import Slides, UnknownModelError
+from lookahead.models.families.parts import qk_norm
 
 
 class WithSharedExperts(Llama):
@@ -20,8 +22,8 @@ class WithSharedExperts(Llama):
 
     def mixed(self, x: Value, mlp: Any) -> Value:
         gate = mlp.gate
-        return self.experts(
-            x, gate, mlp.experts, gate.norm_topk_prob, rounds=False, suffix="TopkRouter", in_float32=True,
+        return mixture(
+            self, x, gate, mlp.experts, gate.norm_topk_prob, rounds=False, suffix="TopkRouter", in_float32=True,
             correction=gate.e_score_correction_bias, is_sigmoid=True, factor=float(gate.routed_scaling_factor),
             groups=gate.num_group, top_groups=gate.topk_group,
         )  # fmt: skip
@@ -31,7 +33,7 @@ class Glm4Moe(WithSharedExperts):
     turns_part = True
 
     def turned(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
-        q, k = self.normed(q, k, attention) if attention.use_qk_norm else (q, k)
+        q, k = qk_norm(self, q, k, attention) if attention.use_qk_norm else (q, k)
         return super().turned(q, k, attention, name)
 
 
@@ -43,7 +45,7 @@ class Dots1(WithSharedExperts):
     slides: Slides = "by type"
 
     def turned(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
-        return super().turned(*self.normed(q, k, attention), attention, name)
+        return super().turned(*qk_norm(self, q, k, attention), attention, name)
 
 
 class ExaoneMoe(Dots1):
@@ -51,7 +53,7 @@ class ExaoneMoe(Dots1):
 
     def turned(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
         if attention.sliding_window is not None and not attention.is_sliding:
-            return self.normed(q, k, attention)
+            return qk_norm(self, q, k, attention)
         return super().turned(q, k, attention, name)
 
 
@@ -59,8 +61,8 @@ class HYV3(Dots1):
     slides: Slides = "never"
 
     def mixed(self, x: Value, mlp: Any) -> Value:
-        return self.experts(
-            x, mlp.gate, mlp.experts, True, rounds=False, in_float32=True, correction=mlp.e_score_correction_bias,
+        return mixture(
+            self, x, mlp.gate, mlp.experts, True, rounds=False, in_float32=True, correction=mlp.e_score_correction_bias,
             is_sigmoid=True, factor=float(mlp.gate.router_scaling_factor),
         )  # fmt: skip
 
@@ -72,7 +74,7 @@ class MiniMaxM2(Dots1):
 
     def mlp(self, x: Value, mlp: Any) -> Value:
         correction = self.own(mlp, "SparseMoeBlock").e_score_correction_bias
-        return self.experts(x, mlp.gate, mlp.experts, True, rounds=False, correction=correction, is_sigmoid=True)
+        return mixture(self, x, mlp.gate, mlp.experts, True, rounds=False, correction=correction, is_sigmoid=True)
 
 
 class Kolibri1(Dots1):
@@ -88,14 +90,14 @@ class Kolibri1(Dots1):
 
     def turned(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
         if attention.sliding_window is not None and not attention.is_sliding:
-            return self.normed(q, k, attention)
+            return qk_norm(self, q, k, attention)
         return super().turned(q, k, attention, name)
 
     def mixed(self, x: Value, mlp: Any) -> Value:
         gate = mlp.gate
-        return self.experts(
-            x, gate, mlp.experts, gate.norm_topk_prob, rounds=False, in_float32=True, is_sigmoid=True, epsilon=0.0,
-            correction=gate.e_score_correction_bias, ranks_scores=True,
+        return mixture(
+            self, x, gate, mlp.experts, gate.norm_topk_prob, rounds=False, in_float32=True, is_sigmoid=True,
+            epsilon=0.0, correction=gate.e_score_correction_bias, ranks_scores=True,
         )  # fmt: skip
 
 
@@ -108,4 +110,4 @@ class Ernie4_5_Moe(WithSharedExperts):  # the name that transformers gives it
         if mlp.gate.norm_min > 1e-9:
             raise UnknownModelError("it bounds the sum of its experts' weights")
         correction = self.own(mlp.gate.moe_statics, "Statics").e_score_correction_bias
-        return self.experts(x, mlp.gate, mlp.experts, True, in_float32=True, correction=correction)
+        return mixture(self, x, mlp.gate, mlp.experts, True, in_float32=True, correction=correction)

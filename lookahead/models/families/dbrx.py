@@ -10,6 +10,7 @@ from lookahead.cpu.products import Linear
 from lookahead.models.families.clipped import clipped
 from lookahead.models.families.llama import Llama
 from lookahead.models.families.page import UnknownModelError
+from lookahead.models.families.parts import split
 
 
 class Dbrx(Llama):
@@ -35,7 +36,7 @@ class Dbrx(Llama):
         return self.add(x, self.mlp(self.norm(x, part.norm_2), layer.ffn))
 
     def projections(self, attention: Any) -> list[Linear]:
-        return self.parts(attention.Wqkv, attention.hidden_size, attention.num_key_value_heads * attention.head_dim)
+        return split(self, attention.Wqkv, attention.hidden_size, attention.num_key_value_heads * attention.head_dim)
 
     def turned(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
         q, k = clipped(self, attention.clip_qkv, q, k)

@@ -15,7 +15,9 @@ from lookahead.cpu.heads import HeadProducts, Join
 from lookahead.cpu.operations import Value
 from lookahead.cpu.products import DecodingLinear
 from lookahead.models.families.corrected import WithSharedExperts
+from lookahead.models.families.experts import mixture
 from lookahead.models.families.page import UnknownModelError
+from lookahead.models.families.parts import embed_scaled, scaled, select, split
 
 
 class DeepseekV3(WithSharedExperts):
@@ -25,15 +27,15 @@ class DeepseekV3(WithSharedExperts):
         has_latent_queries = attention.q_lora_rank is not None
         of_queries = attention.q_a_proj if has_latent_queries else attention.q_proj
         latent = attention.kv_lora_rank
-        q, c, k = self.products(x, self.linear(of_queries), *self.parts(attention.kv_a_proj_with_mqa, latent))
+        q, c, k = self.products(x, self.linear(of_queries), *split(self, attention.kv_a_proj_with_mqa, latent))
         if has_latent_queries:
             q = self.product(self.norm_heads(q, attention.q_a_layernorm, q.width), attention.q_b_proj)
         c = self.norm_heads(c, attention.kv_a_layernorm, latent)
         q, c = self.scaled(q, c, attention)
         size = math.gcd(fixed, turned)
         group = (fixed + turned) // size
-        unturned = self.select(q, size, group, 0, fixed // size)
-        q = self.rotary(self.select(q, size, group, fixed // size, turned // size), turned, name)
+        unturned = select(self, q, size, group, 0, fixed // size)
+        q = self.rotary(select(self, q, size, group, fixed // size, turned // size), turned, name)
         makes = self._plain(attention.kv_b_proj, nn.Linear, DecodingLinear)
         if makes.bias is not None:
             raise UnknownModelError("its key projection has a bias")
@@ -73,8 +75,8 @@ class DeepseekV2(DeepseekV3):
         gate, groups = mlp.gate, (1, 1)
         if gate.topk_method == "group_limited_greedy":
             groups = gate.num_group, gate.topk_group
-        return self.experts(
-            x, gate, mlp.experts, adds_to_one=False, rounds=False, suffix="TopkRouter", in_float32=True,
+        return mixture(
+            self, x, gate, mlp.experts, adds_to_one=False, rounds=False, suffix="TopkRouter", in_float32=True,
             factor=float(gate.routed_scaling_factor), groups=groups[0], top_groups=groups[1], best_of_group=1,
         )  # fmt: skip
 
@@ -99,7 +101,7 @@ class MiniCPM3(DeepseekV3):
     rotary_separates = False
 
     def embedding(self, inner: Any) -> Value:
-        return self.embed_scaled(inner.embed_tokens, "ScaledWordEmbedding")
+        return embed_scaled(self, inner.embed_tokens, "ScaledWordEmbedding")
 
     def layer(self, x: Value, layer: Any, name: str) -> Value:
         factor = float(layer.residual_scale)
@@ -107,4 +109,4 @@ class MiniCPM3(DeepseekV3):
         return self.add(x, self.mlp(self.norm(x, layer.post_attention_layernorm), layer.mlp), factor)
 
     def head(self, x: Value) -> None:
-        self.logits(self.scale(x, 1 / self.model.config.logits_scaling), self.model.lm_head)
+        self.logits(scaled(self, x, 1 / self.model.config.logits_scaling), self.model.lm_head)

@@ -4,6 +4,7 @@ from typing import Any
 
 from lookahead.cpu.operations import Value
 from lookahead.models.families.olmo import Olmo2
+from lookahead.models.families.parts import qk_norm
 
 
 class Exaone4(Olmo2):
@@ -13,5 +14,5 @@ class Exaone4(Olmo2):
 
     def turned(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
         if attention.sliding_window is not None and not attention.is_sliding:
-            return self.normed(q, k, attention)
+            return qk_norm(self, q, k, attention)
         return super().turned(q, k, attention, name)

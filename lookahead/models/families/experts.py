@@ -14,7 +14,7 @@ from lookahead.models.families.gguf import form_of
 from lookahead.models.families.page import Page
 
 
-def operation(
+def mixture(
     page: Page,
     x: Value,
     router: Any,
@@ -29,8 +29,8 @@ def operation(
     into: str = "gate_up_proj",
     is_transposed: bool = False,
     **settings: Any,
-) -> Experts:
-    """The operation of experts.
+) -> Value:
+    """Add the experts that a router chooses for each row of x.
 
     rounds: whether weights of experts are rounded. suffix: of the router's class. in_float32: whether it computes in
     float32. top_k: the router's, if this is not its own. routing: its layer, if it has one. into: the name of the
@@ -56,7 +56,7 @@ def operation(
     is_silu = "limit" in settings or experts.act_fn is nn.functional.silu
     activation: Activation = "silu" if is_silu else page._activation(experts.act_fn)
     fields = tuple(of), top_k or router.top_k, activation, adds_to_one, rounds
-    return Experts(x, Value(x.width), *fields, **settings)
+    return page._add(Experts(x, Value(x.width), *fields, **settings))
 
 
 def _of_each(experts: Any, name: str, is_transposed: bool) -> list[Linear]:

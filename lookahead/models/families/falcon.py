@@ -12,6 +12,7 @@ from lookahead.cpu.products import Linear
 from lookahead.models.families.alibi import MOST_POSITIONS
 from lookahead.models.families.llama import Llama
 from lookahead.models.families.page import UnknownModelError
+from lookahead.models.families.parts import select, split
 
 
 class Falcon(Llama):
@@ -61,13 +62,13 @@ class Falcon(Llama):
         if attention.new_decoder_architecture:  # each group of queries is followed by its key and value
             groups = heads // attention.num_kv_heads
             joined = self.product(x, attention.query_key_value)
-            q = self.select(joined, size, groups + 2, 0, groups)
-            k, v = (self.select(joined, size, groups + 2, i, 1, groups) for i in (groups, groups + 1))
+            q = select(self, joined, size, groups + 2, 0, groups)
+            k, v = (select(self, joined, size, groups + 2, i, 1, groups) for i in (groups, groups + 1))
         elif attention.multi_query:
-            q, k, v = self.products(x, *self.parts(attention.query_key_value, heads * size, size))
+            q, k, v = self.products(x, *split(self, attention.query_key_value, heads * size, size))
         else:
             joined = self.product(x, attention.query_key_value)
-            q, k, v = (self.select(joined, size, 3, i) for i in range(3))
+            q, k, v = (select(self, joined, size, 3, i) for i in range(3))
         if not self.biases:
             q, k = self.rotary(q, size, name), self.rotary(k, size, name)
         attended = self.attend(q, k, v, attention, size, scaling=size**-0.5, **self.biases)

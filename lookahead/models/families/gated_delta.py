@@ -13,9 +13,11 @@ from lookahead.cpu import operations as op
 from lookahead.cpu.operations import Value
 from lookahead.cpu.states import Delta
 from lookahead.models.families.convolutions import convolved
+from lookahead.models.families.experts import mixture
 from lookahead.models.families.llama import Llama
 from lookahead.models.families.mixtral import Qwen2Moe
 from lookahead.models.families.olmo import Olmo2
+from lookahead.models.families.parts import qk_norm, select, split
 
 
 class Qwen3_5(Llama):  # the name that transformers gives it
@@ -42,8 +44,8 @@ class Qwen3_5(Llama):  # the name that transformers gives it
     def attention(self, x: Value, attention: Any, name: str) -> Value:
         size = self.own(attention, "Attention").head_dim
         both, k, v = self.products(x, *self.projections(attention))
-        q, gate = (self.select(both, size, 2, i) for i in range(2))  # they stand side by side in each head
-        q, k = self.turned(*self.normed(q, k, attention), attention, name)
+        q, gate = (select(self, both, size, 2, i) for i in range(2))  # they stand side by side in each head
+        q, k = self.turned(*qk_norm(self, q, k, attention), attention, name)
         gated = op.Gate(gate, Value(gate.width), "sigmoid", self.attended(q, k, v, attention))
         return self.product(self._add(gated), attention.o_proj)
 
@@ -65,7 +67,7 @@ class Qwen3_5(Llama):  # the name that transformers gives it
 
     def inputs(self, x: Value, attention: Any) -> list[Value]:
         """Queries, keys, values, gates, rates and decays."""
-        parts = self.parts(attention.in_proj_qkv, attention.key_dim, attention.key_dim)
+        parts = split(self, attention.in_proj_qkv, attention.key_dim, attention.key_dim)
         rest = attention.in_proj_z, attention.in_proj_b, attention.in_proj_a
         return self.products(x, *parts, *map(self.linear, rest))
 
@@ -93,10 +95,10 @@ class Qwen3Next(Qwen3_5, Qwen2Moe):
         both, more = self.products(x, self.linear(attention.in_proj_qkvz), self.linear(attention.in_proj_ba))
         size, found, first = math.gcd(keys, values), list[Value](), 0
         for width in (keys, keys, values, values):
-            found.append(self.select(both, size, 2 * (keys + values) // size, first // size, width // size))
+            found.append(select(self, both, size, 2 * (keys + values) // size, first // size, width // size))
             first += width
         heads = attention.num_v_heads // attention.num_k_heads
-        return [*found, *(self.select(more, heads, 2, i) for i in range(2))]
+        return [*found, *(select(self, more, heads, 2, i) for i in range(2))]
 
 
 class LaraMini(Qwen3_5):
@@ -111,12 +113,12 @@ class LaraMini(Qwen3_5):
         return Llama.attention(self, x, attention, name)
 
     def turned(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
-        q, k = self.normed(q, k, attention)
+        q, k = qk_norm(self, q, k, attention)
         return super().turned(q, k, attention, name) if attention.sliding_window is not None else (q, k)
 
     def mlp(self, x: Value, mlp: Any) -> Value:
         gate = self.own(mlp, "SparseMoeBlock").gate
-        mixed = self.experts(x, gate, mlp.experts, gate.norm_topk_prob, in_float32=True)
+        mixed = mixture(self, x, gate, mlp.experts, gate.norm_topk_prob, in_float32=True)
         return self.add(mixed, super().mlp(x, mlp.shared_expert))
 
     def windows(self) -> list[int | None]:

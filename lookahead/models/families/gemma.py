@@ -6,6 +6,7 @@ from typing import Any
 from lookahead.cpu.operations import Value
 from lookahead.models.families.llama import Llama
 from lookahead.models.families.page import AttendsBy
+from lookahead.models.families.parts import embed_scaled, qk_norm
 
 
 class Gemma(Llama):
@@ -13,7 +14,7 @@ class Gemma(Llama):
     norms_round_once = True
 
     def embedding(self, inner: Any) -> Value:
-        return self.embed_scaled(inner.embed_tokens, "TextScaledWordEmbedding")
+        return embed_scaled(self, inner.embed_tokens, "TextScaledWordEmbedding")
 
 
 class Gemma2(Gemma):
@@ -38,7 +39,7 @@ class Gemma3(Gemma2):
     model_class = "TextModel"
 
     def turned(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
-        return super().turned(*self.normed(q, k, attention), attention, name)
+        return super().turned(*qk_norm(self, q, k, attention), attention, name)
 
     def attended(self, q: Value, k: Value, v: Value, attention: Any) -> Value:
         return self.attend(q, k, v, attention)

@@ -19,6 +19,7 @@ from lookahead.cpu.products import Linear
 from lookahead.cpu.streams import Blend, Cut, Rescale
 from lookahead.models.families.gemma4 import Gemma4
 from lookahead.models.families.page import UnknownModelError
+from lookahead.models.families.parts import embed_scaled, scaled, select
 
 
 class Gemma3n(Gemma4):
@@ -30,7 +31,7 @@ class Gemma3n(Gemma4):
         config, rounded = inner.config, self._rounded
         if self.model.training and config.altup_coef_clip is not None:
             raise UnknownModelError("it clips its weights in training mode")
-        x = self.embed_scaled(inner.embed_tokens, "TextScaledWordEmbedding")
+        x = embed_scaled(self, inner.embed_tokens, "TextScaledWordEmbedding")
         (embedded,) = self._operations
         self._dtype = embedded.dtype  # type: ignore[attr-defined]
         scales = rounded(inner.per_layer_projection_scale), rounded(inner.per_layer_input_scale)
@@ -45,7 +46,7 @@ class Gemma3n(Gemma4):
         x = first = self._stream(streams, 0)
         for i, module in enumerate(inner.altup_unembed_projections, 1):
             x = self.add(x, self._rescaled(self.product(self._stream(streams, i), module), first))
-        self.head(self.norm(self.scale(x, 1 / config.altup_num_inputs), inner.norm))
+        self.head(self.norm(scaled(self, x, 1 / config.altup_num_inputs), inner.norm))
 
     def layer(self, x: Value, layer: Any, name: str) -> Value:
         altup, config = self.own(layer.altup, "AltUp"), layer.config
@@ -72,7 +73,7 @@ class Gemma3n(Gemma4):
         learned = self.product(self.product(normed, laurel.linear_left), laurel.linear_right)
         learned = self.add(normed, self.norm(learned, laurel.post_laurel_norm))
         attended = self.norm(self.attention(normed, layer.self_attn, name), layer.post_attention_layernorm)
-        x = self.scale(self.add(self.add(x, attended), learned), 1 / math.sqrt(2))
+        x = scaled(self, self.add(self.add(x, attended), learned), 1 / math.sqrt(2))
         more = self.mlp(self.norm(x, layer.pre_feedforward_layernorm), layer.mlp)
         return self.add(x, self.norm(more, layer.post_feedforward_layernorm))
 
@@ -84,7 +85,7 @@ class Gemma3n(Gemma4):
         return self.product(self.gate(gate, mlp.act_fn, up), mlp.down_proj)
 
     def _routed(self, x: Value, altup: Any) -> Value:
-        normed = self.scale(self.norm(x, altup.router_norm), self._rounded(altup.router_input_scale))
+        normed = scaled(self, self.norm(x, altup.router_norm), self._rounded(altup.router_input_scale))
         routed = self.product(normed, altup.modality_router)
         return self._add(op.Gate(routed, Value(routed.width), "tanh"))
 
@@ -96,7 +97,7 @@ class Gemma3n(Gemma4):
 
     def _stream(self, streams: Value, index: int) -> Value:
         size = self.inner.config.hidden_size
-        return self.select(streams, size, streams.width // size, index)
+        return select(self, streams, size, streams.width // size, index)
 
     def _rescaled(self, x: Value, like: Value) -> Value:
         return self._add(Rescale(x, Value(x.width), like, limit=1e-5))

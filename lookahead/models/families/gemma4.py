@@ -7,7 +7,9 @@ from typing import Any
 
 from lookahead.cpu import operations as op
 from lookahead.cpu.operations import Value
+from lookahead.models.families.experts import mixture
 from lookahead.models.families.gemma import Gemma3
+from lookahead.models.families.parts import embed_scaled, scaled, select
 
 
 class Gemma4Unified(Gemma3):
@@ -20,7 +22,7 @@ class Gemma4Unified(Gemma3):
         attended = self.attention(self.norm(x, layer.input_layernorm), layer.self_attn, name)
         x = self.add(x, self.norm(attended, layer.post_attention_layernorm))
         x = self.add(x, self.norm(self.feed_forward(x, layer), layer.post_feedforward_layernorm))
-        return self.scale(self.with_own(x, layer), float(layer.layer_scalar))
+        return scaled(self, self.with_own(x, layer), float(layer.layer_scalar))
 
     def feed_forward(self, x: Value, layer: Any) -> Value:
         return self.mlp(self.norm(x, layer.pre_feedforward_layernorm), layer.mlp)
@@ -65,10 +67,10 @@ class Gemma4(Gemma4Unified):
 
     def projected(self, x: Value, inner: Any, size: int, scale: float, scale_of_sum: float) -> Value:
         """The inputs of all layers from the tokens, concatenated."""
-        of_tokens = self.embed_scaled(inner.embed_tokens_per_layer, "TextScaledWordEmbedding")
-        projected = self.scale(self.product(x, inner.per_layer_model_projection), scale)
+        of_tokens = embed_scaled(self, inner.embed_tokens_per_layer, "TextScaledWordEmbedding")
+        projected = scaled(self, self.product(x, inner.per_layer_model_projection), scale)
         projected = self.norm_heads(projected, inner.per_layer_projection_norm, size)
-        return self.scale(self.add(projected, of_tokens), scale_of_sum)
+        return scaled(self, self.add(projected, of_tokens), scale_of_sum)
 
     def feed_forward(self, x: Value, layer: Any) -> Value:
         more = super().feed_forward(x, layer)
@@ -83,7 +85,7 @@ class Gemma4(Gemma4Unified):
         """The output of a layer for x and its own embedding."""
         size = layer.hidden_size_per_layer_input
         gate = self.product(x, layer.per_layer_input_gate)
-        own = self.select(of_layers, size, of_layers.width // size, layer.layer_idx)
+        own = select(self, of_layers, size, of_layers.width // size, layer.layer_idx)
         more = self.product(self.gate(gate, layer.act_fn, own), layer.per_layer_projection)
         return self.norm(more, layer.post_per_layer_input_norm)
 
@@ -92,9 +94,9 @@ class Gemma4(Gemma4Unified):
         router = self.own(layer.router, "Router")
         norm = self.own(router.norm, "RMSNorm")
         normed = self._add(op.Norm(x, Value(x.width), router.scale, norm.eps, size=x.width))
-        mixed = self.experts(
-            self.norm(x, layer.pre_feedforward_layernorm_2), router, layer.experts, adds_to_one=True, rounds=False,
-            suffix="Router", routing=self.linear(router.proj), top_k=router.config.top_k_experts,
-            scales=router.per_expert_scale.float(), routed=self.scale(normed, float(router.scalar_root_size)),
+        mixed = mixture(
+            self, self.norm(x, layer.pre_feedforward_layernorm_2), router, layer.experts, adds_to_one=True,
+            rounds=False, suffix="Router", routing=self.linear(router.proj), top_k=router.config.top_k_experts,
+            scales=router.per_expert_scale.float(), routed=scaled(self, normed, float(router.scalar_root_size)),
         )  # fmt: skip
         return self.norm(mixed, layer.post_feedforward_layernorm_2)

@@ -6,6 +6,7 @@ from torch import nn
 
 from lookahead.cpu.operations import Value
 from lookahead.models.families.page import Page, UnknownModelError
+from lookahead.models.families.parts import select, split
 
 
 class GPT2(Page):
@@ -35,7 +36,7 @@ class GPT2(Page):
 
     def attention(self, x: Value, attention: Any) -> Value:
         self.own(attention, "Attention")
-        q, k, v = self.products(x, *self.parts(attention.c_attn, x.width, x.width))
+        q, k, v = self.products(x, *split(self, attention.c_attn, x.width, x.width))
         return self.product(self.attend(q, k, v, attention, dropout="attn_dropout"), attention.c_proj)
 
     def mlp(self, x: Value, mlp: Any) -> Value:
@@ -49,8 +50,8 @@ class GPTBigCode(GPT2):
     def attention(self, x: Value, attention: Any) -> Value:
         size = self.own(attention, "Attention").head_dim
         if attention.multi_query:
-            q, k, v = self.products(x, *self.parts(attention.c_attn, attention.embed_dim, size))
+            q, k, v = self.products(x, *split(self, attention.c_attn, attention.embed_dim, size))
         else:
             joined = self.product(x, attention.c_attn)
-            q, k, v = (self.select(joined, size, group=3, first=i) for i in range(3))
+            q, k, v = (select(self, joined, size, group=3, first=i) for i in range(3))
         return self.product(self.attend(q, k, v, attention, dropout="attn_dropout"), attention.c_proj)

@@ -10,6 +10,7 @@ from torch import nn
 from lookahead.cpu.operations import Value
 from lookahead.models.families.llama import Llama
 from lookahead.models.families.page import AttendsBy
+from lookahead.models.families.parts import select
 
 
 class GPTNeoX(Llama):
@@ -43,7 +44,7 @@ class GPTNeoX(Llama):
     def heads(self, x: Value, attention: Any, name: str) -> tuple[Value, Value, Value]:
         size = getattr(self.own(attention, "Attention"), self.head_size)
         joined = self.product(x, attention.query_key_value)
-        q, k, v = (self.select(joined, size, group=3, first=i) for i in range(3))
+        q, k, v = (select(self, joined, size, group=3, first=i) for i in range(3))
         return *self.turned(q, k, attention, name), v
 
     def turned(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:

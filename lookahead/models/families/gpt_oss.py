@@ -9,10 +9,12 @@ import torch
 
 from lookahead.cpu.operations import Value
 from lookahead.models.families.corrected import WithSharedExperts
+from lookahead.models.families.experts import mixture
 from lookahead.models.families.granite import Granite
 from lookahead.models.families.llama import Llama
 from lookahead.models.families.mixtral import GraniteMoeShared, Qwen3Moe
 from lookahead.models.families.page import AttendsBy, Slides, UnknownModelError
+from lookahead.models.families.parts import qk_norm, scaled
 
 
 class WithSinks(Llama):
@@ -34,7 +36,7 @@ class GptOss(WithSinks):
         if experts.limit <= 0:
             raise UnknownModelError("the bound of its gates is not above 0")
         limit, alpha = float(experts.limit), float(experts.alpha)
-        return self.experts(x, mlp.router, experts, adds_to_one=True, limit=limit, alpha=alpha)
+        return mixture(self, x, mlp.router, experts, adds_to_one=True, limit=limit, alpha=alpha)
 
 
 class GraniteSWA(WithSinks, Granite):
@@ -65,14 +67,14 @@ class Flint(WithSinks, Qwen3Moe):
 
     def turned(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
         has_positions = attention.sliding_window is not None
-        return super().turned(q, k, attention, name) if has_positions else self.normed(q, k, attention)
+        return super().turned(q, k, attention, name) if has_positions else qk_norm(self, q, k, attention)
 
     def mlp(self, x: Value, mlp: Any) -> Value:
         if not hasattr(mlp, "experts"):
             return super().mlp(x, mlp)
         gate = self.own(mlp, "SparseMoeBlock").gate
-        mixed = self.experts(
-            x, gate, mlp.experts, gate.norm_topk_prob, rounds=False, in_float32=True, is_sigmoid=True, epsilon=0.0
+        mixed = mixture(
+            self, x, gate, mlp.experts, gate.norm_topk_prob, rounds=False, in_float32=True, is_sigmoid=True, epsilon=0.0
         )
         return self.add(mixed, super().mlp(x, mlp.shared_expert))
 
@@ -83,8 +85,8 @@ class MiMoV2Flash(WithSinks, WithSharedExperts):
     turns_part = True
 
     def attended(self, q: Value, k: Value, v: Value, attention: Any) -> Value:
-        scaled = v if attention.v_scale == 1 else self.scale(v, float(attention.v_scale))
-        return super().attended(q, k, scaled, attention)
+        v = v if attention.v_scale == 1 else scaled(self, v, float(attention.v_scale))
+        return super().attended(q, k, v, attention)
 
     def mlp(self, x: Value, mlp: Any) -> Value:
         return self.mixed(x, self.own(mlp, "MoE")) if hasattr(mlp, "experts") else Llama.mlp(self, x, mlp)

@@ -8,6 +8,7 @@ from torch import nn
 
 from lookahead.cpu.operations import Value
 from lookahead.models.families.llama import Llama
+from lookahead.models.families.parts import select
 
 
 class GPTJ(Llama):
@@ -53,6 +54,6 @@ class CodeGen(GPTJ):
         """One layer gives query, value and key, in the parts of the machines that it was trained on."""
         self.own(attention, "Attention")
         joined, size = self.product(x, attention.qkv_proj), attention.embed_dim // attention.mp_num
-        q, v, k = (self.select(joined, size, group=3, first=i) for i in range(3))
+        q, v, k = (select(self, joined, size, group=3, first=i) for i in range(3))
         q, k = self.turned(q, k, attention, name)
         return self.product(self.attend(q, k, v, attention), attention.out_proj)

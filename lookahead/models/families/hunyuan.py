@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from lookahead.cpu.operations import Value
+from lookahead.models.families.experts import mixture
 from lookahead.models.families.llama import Llama
 
 
@@ -20,5 +21,5 @@ class HunYuanMoEV1(HunYuanDenseV1):
         gate = self.own(mlp, "Moe").gate
         routing = self.linear(gate.wg)
         in_float32 = routing.weight.dtype == torch.float32
-        mixed = self.experts(x, gate, mlp.experts, True, not in_float32, "Gate", in_float32, routing=routing)
+        mixed = mixture(self, x, gate, mlp.experts, True, not in_float32, "Gate", in_float32, routing=routing)
         return self.add(mixed, super().mlp(x, mlp.shared_mlp))

@@ -11,6 +11,7 @@ from lookahead.cpu.states import DeltaByKey
 from lookahead.models.families.convolutions import convolved
 from lookahead.models.families.deepseek import DeepseekV3
 from lookahead.models.families.page import UnknownModelError
+from lookahead.models.families.parts import select, times
 
 
 class KimiLinear(DeepseekV3):
@@ -70,4 +71,4 @@ class BailingHybrid(KimiLinear):
     def found(self, x: Value, values: Value, attention: Any) -> Value:
         (gate,) = self.products(x, self.linear(attention.g_proj))
         gate = self._add(op.Gate(gate, Value(gate.width), "sigmoid"))
-        return self.times(values, self.select(gate, 1, 1, 0, repeats=attention.v_head_dim))
+        return times(self, values, select(self, gate, 1, 1, 0, repeats=attention.v_head_dim))

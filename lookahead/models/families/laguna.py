@@ -5,6 +5,8 @@ from typing import Any
 from lookahead.cpu import operations as op
 from lookahead.cpu.operations import Value
 from lookahead.models.families.corrected import Dots1
+from lookahead.models.families.experts import mixture
+from lookahead.models.families.parts import scaled, select, times
 
 
 class Laguna(Dots1):
@@ -17,15 +19,15 @@ class Laguna(Dots1):
         found = self.attended(*self.turned(q, k, attention, name), v, attention)
         if attention.gate_per_head:
             gate = self._add(op.Gate(gate, Value(gate.width), "softplus"))
-            gated = self.times(found, self.select(gate, 1, 1, 0, repeats=attention.head_dim))
+            gated = times(self, found, select(self, gate, 1, 1, 0, repeats=attention.head_dim))
         else:
             gated = self._add(op.Gate(gate, Value(gate.width), "softplus", found))
         return self.product(gated, attention.o_proj)
 
     def mixed(self, x: Value, mlp: Any) -> Value:
         gate = mlp.gate
-        mixed = self.experts(
-            x, gate, mlp.experts, adds_to_one=True, correction=gate.e_score_correction_bias, is_sigmoid=True,
+        mixed = mixture(
+            self, x, gate, mlp.experts, adds_to_one=True, correction=gate.e_score_correction_bias, is_sigmoid=True,
             epsilon=0.0, cap=max(float(gate.router_logit_softcapping), 0.0),
         )  # fmt: skip
-        return self.scale(mixed, float(mlp.routed_scaling_factor))
+        return scaled(self, mixed, float(mlp.routed_scaling_factor))

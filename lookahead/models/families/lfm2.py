@@ -7,7 +7,9 @@ from torch import nn
 from lookahead.cpu import operations as op
 from lookahead.cpu.operations import Value
 from lookahead.models.families.convolutions import convolve
+from lookahead.models.families.experts import mixture
 from lookahead.models.families.llama import Llama
+from lookahead.models.families.parts import qk_norm, select, split, times
 
 
 class Lfm2(Llama):
@@ -28,9 +30,9 @@ class Lfm2(Llama):
 
     def convolution(self, x: Value, conv: Any) -> Value:
         width = self.own(conv, "ShortConv").out_proj.in_features
-        before, after, inner = self.products(x, *self.parts(conv.in_proj, width, width))
-        convolved = convolve(self, self.times(inner, before), conv.conv, conv.layer_idx)
-        return self.product(self.times(convolved, after), conv.out_proj)
+        before, after, inner = self.products(x, *split(self, conv.in_proj, width, width))
+        convolved = convolve(self, times(self, inner, before), conv.conv, conv.layer_idx)
+        return self.product(times(self, convolved, after), conv.out_proj)
 
     def attended(self, q: Value, k: Value, v: Value, attention: Any) -> Value:
         return self.attend(q, k, v, attention, dropout="")
@@ -62,8 +64,8 @@ class Lfm2Moe(Lfm2):
         if not hasattr(mlp, "experts"):  # the first layers have a usual MLP
             return super().mlp(x, mlp)
         gate, bias = self.own(mlp, "SparseMoeBlock").gate, mlp.expert_bias if mlp.use_expert_bias else None
-        return self.experts(
-            x, gate, mlp.experts, gate.norm_topk_prob, rounds=False, correction=bias, is_sigmoid=True,
+        return mixture(
+            self, x, gate, mlp.experts, gate.norm_topk_prob, rounds=False, correction=bias, is_sigmoid=True,
             factor=float(gate.routed_scaling_factor), epsilon=1e-6, rounds_steps=True,
             rounds_ranks=bias is None or bias.dtype == gate.weight.dtype,
         )  # fmt: skip
@@ -90,7 +92,7 @@ class Lfm3(Lfm2):
         size = self.own(attention, "Attention").head_dim
         q, k, v, by_heads = self.products(x, *self.projections(attention), self.linear(attention.g_proj))
         q, k = self.turned(q, k, attention, name)
-        gate = self.select(by_heads, size=1, group=1, first=0, repeats=size)
+        gate = select(self, by_heads, size=1, group=1, first=0, repeats=size)
         gated = op.Gate(gate, Value(gate.width), "sigmoid", self.attended(q, k, v, attention))
         return self.product(self._add(gated), attention.o_proj)
 
@@ -98,7 +100,7 @@ class Lfm3(Lfm2):
         return self.attend(q, k, v, attention)
 
     def normed(self, q: Value, k: Value, attention: Any) -> tuple[Value, Value]:
-        return Llama.normed(self, q, k, attention)
+        return qk_norm(self, q, k, attention)
 
     def windows(self) -> list[int | None]:
         config, found = self.inner.config, super().windows()

@@ -51,17 +51,6 @@ class Llama(Page):
     def turned(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
         return self.rotary(q, attention.head_dim, name), self.rotary(k, attention.head_dim, name)
 
-    def normed(self, q: Value, k: Value, attention: Any) -> tuple[Value, Value]:
-        """Queries and keys of families that norm them."""
-        q = self.norm_heads(q, attention.q_norm, attention.head_dim)
-        return q, self.norm_heads(k, attention.k_norm, attention.head_dim)
-
-    def side_by_side(self, x: Value, layer: Any, name: str) -> Value:
-        """A layer whose attention and MLP read the same input."""
-        normed = self.norm(x, layer.input_layernorm)
-        attended = self.attention(normed, layer.self_attn, name)
-        return self.add(self.add(x, attended), self.mlp(normed, layer.mlp))
-
     def mlp(self, x: Value, mlp: Any) -> Value:
         self.own(mlp, "MLP")
         gate, up = self.products(x, self.linear(mlp.gate_proj), self.linear(mlp.up_proj))

@@ -10,6 +10,7 @@ import torch
 from lookahead.cpu import operations as op
 from lookahead.cpu.operations import Value
 from lookahead.cpu.products import Linear
+from lookahead.models.families.experts import mixture
 from lookahead.models.families.llama import Llama
 
 
@@ -49,8 +50,8 @@ class Llama4(Llama):
         if not hasattr(part, "experts"):
             return self.mlp(x, part)
         router = self.own(part, "Moe").router
-        mixed = self.experts(
-            x, router, part.experts, adds_to_one=False, suffix="Router", routing=Linear.from_layer(router),
+        mixed = mixture(
+            self, x, router, part.experts, adds_to_one=False, suffix="Router", routing=Linear.from_layer(router),
             is_transposed=True, is_sigmoid=True, ranks_scores=True, weighs_inputs=True,
         )  # fmt: skip
         return self.add(self.mlp(x, part.shared_expert), mixed)

@@ -9,7 +9,9 @@ from torch import nn
 from lookahead.cpu.operations import Value
 from lookahead.cpu.products import DecodingLinear, Linear
 from lookahead.models.families.deepseek import DeepseekV3
+from lookahead.models.families.experts import mixture
 from lookahead.models.families.page import UnknownModelError
+from lookahead.models.families.parts import scaled
 
 
 class LongcatFlash(DeepseekV3):
@@ -34,13 +36,13 @@ class LongcatFlash(DeepseekV3):
         return self.add(x, mixed)
 
     def scaled(self, q: Value, c: Value, attention: Any) -> tuple[Value, Value]:
-        return self.scale(q, attention.mla_scale_q_lora), self.scale(c, attention.mla_scale_kv_lora)
+        return scaled(self, q, attention.mla_scale_q_lora), scaled(self, c, attention.mla_scale_kv_lora)
 
     def mixed(self, x: Value, mlp: Any) -> Value:
         router, experts = mlp.router, mlp.experts
         self._plain(experts.identity_expert, nn.Identity)
-        return self.experts(
-            x, router, experts, adds_to_one=False, rounds=False, suffix="TopkRouter", in_float32=True,
+        return mixture(
+            self, x, router, experts, adds_to_one=False, rounds=False, suffix="TopkRouter", in_float32=True,
             routing=Linear(self._plain(router.classifier, nn.Linear, DecodingLinear).weight),
             correction=router.e_score_correction_bias, factor=float(router.routed_scaling_factor),
             identities=experts.zero_expert_num,

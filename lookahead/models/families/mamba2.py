@@ -10,10 +10,12 @@ from lookahead.cpu import operations as op
 from lookahead.cpu.operations import Value
 from lookahead.cpu.states import Scan
 from lookahead.models.families.convolutions import convolved
+from lookahead.models.families.experts import mixture
 from lookahead.models.families.llama import Llama
 from lookahead.models.families.mixtral import GraniteMoe, GraniteMoeShared
 from lookahead.models.families.nemotron import Arcee
 from lookahead.models.families.page import AttendsBy, UnknownModelError
+from lookahead.models.families.parts import scaled, split
 
 
 class Bamba(Llama):
@@ -45,7 +47,7 @@ class Bamba(Llama):
 
     def inputs(self, x: Value, mixer: Any, widths: tuple[int, ...]) -> list[Value]:
         """The gate, values, keys, queries and times."""
-        return self.products(x, *self.parts(mixer.in_proj, *widths))
+        return self.products(x, *split(self, mixer.in_proj, *widths))
 
     def gated(self, x: Value, gate: Value, mixer: Any) -> Value:
         norm = self.own(mixer.norm, "RMSNormGated")
@@ -107,7 +109,7 @@ class FalconH1(Bamba):
         return self.add(recurrent, attended, float(layer.attn_out_multiplier))
 
     def scaled(self, x: Value, factor: float) -> Value:
-        return x if factor == 1 else self.scale(x, float(factor))
+        return x if factor == 1 else scaled(self, x, float(factor))
 
     def turned(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
         return super().turned(q, self.scaled(k, attention.key_multiplier), attention, name)
@@ -161,8 +163,8 @@ class NemotronH(Bamba, Arcee):
     def mixture(self, x: Value, moe: Any) -> Value:
         gate, before, behind = self.own(moe, "MoE").gate, moe.fc1_latent_proj, moe.fc2_latent_proj
         has_latent = not type(before) is type(behind) is nn.Identity
-        out = self.experts(
-            self.product(x, before) if has_latent else x, gate, moe.experts, gate.norm_topk_prob, rounds=False,
+        out = mixture(
+            self, self.product(x, before) if has_latent else x, gate, moe.experts, gate.norm_topk_prob, rounds=False,
             suffix="TopkRouter", in_float32=True, correction=gate.e_score_correction_bias, is_sigmoid=True,
             factor=float(gate.routed_scaling_factor), groups=gate.num_group, top_groups=gate.topk_group,
             into="up_proj", routed=x if has_latent else None,

@@ -10,11 +10,13 @@ from lookahead.cpu.experts import Weigh
 from lookahead.cpu.operations import Value
 from lookahead.cpu.products import Linear
 from lookahead.models.families.clipped import clipped
+from lookahead.models.families.experts import mixture
 from lookahead.models.families.granite import Granite
 from lookahead.models.families.llama import Llama
 from lookahead.models.families.mistral import Mistral
 from lookahead.models.families.olmo import Olmo2
 from lookahead.models.families.page import Slides, UnknownModelError
+from lookahead.models.families.parts import qk_norm, split
 from lookahead.models.families.qwen import Qwen2, Qwen3
 
 
@@ -23,7 +25,7 @@ class Mixtral(Mistral):
 
     def mlp(self, x: Value, mlp: Any) -> Value:
         self.own(mlp, "SparseMoeBlock")
-        return self.experts(x, mlp.gate, mlp.experts, adds_to_one=True, rounds=False)
+        return mixture(self, x, mlp.gate, mlp.experts, adds_to_one=True, rounds=False)
 
 
 class Phimoe(Mixtral):
@@ -36,9 +38,9 @@ class Phimoe(Mixtral):
         if router.training:  # it draws experts, whatever its settings are
             raise UnknownModelError("its layers are in training mode and have dropout or noise")
         nearness = torch.tensor(2 * router.router_jitter_noise, dtype=router.weight.dtype, device="cpu").item()
-        return self.experts(
-            x, router, mlp.experts, adds_to_one=False, top_k=2, routing=Linear.from_layer(router), rounds_steps=True,
-            nearness=nearness,
+        return mixture(
+            self, x, router, mlp.experts, adds_to_one=False, top_k=2, routing=Linear.from_layer(router),
+            rounds_steps=True, nearness=nearness,
         )  # fmt: skip
 
 
@@ -49,7 +51,7 @@ class Qwen3Moe(Qwen3):
         if not hasattr(mlp, "experts"):  # some layers have a usual MLP
             return super().mlp(x, mlp)
         self.own(mlp, "SparseMoeBlock")
-        return self.experts(x, mlp.gate, mlp.experts, mlp.gate.norm_topk_prob)
+        return mixture(self, x, mlp.gate, mlp.experts, mlp.gate.norm_topk_prob)
 
 
 class Mellum(Qwen3Moe):
@@ -63,7 +65,7 @@ class Qwen2Moe(Qwen2):
         self.own(mlp, "SparseMoeBlock")
         of_shared, weight = super().mlp(x, mlp.shared_expert), self.product(x, mlp.shared_expert_gate)
         shared = self._add(Weigh(of_shared, Value(of_shared.width), weight))
-        return self.add(self.experts(x, mlp.gate, mlp.experts, self.adds_to_one(mlp.gate)), shared)
+        return self.add(mixture(self, x, mlp.gate, mlp.experts, self.adds_to_one(mlp.gate)), shared)
 
     def adds_to_one(self, router: Any) -> bool:
         """Whether the weights of a row's experts do."""
@@ -73,10 +75,10 @@ class Qwen2Moe(Qwen2):
 class Olmoe(Llama):
     def mlp(self, x: Value, mlp: Any) -> Value:
         self.own(mlp, "SparseMoeBlock")
-        return self.experts(x, mlp.gate, mlp.experts, mlp.gate.norm_topk_prob)
+        return mixture(self, x, mlp.gate, mlp.experts, mlp.gate.norm_topk_prob)
 
     def turned(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
-        q, k = clipped(self, attention.config.clip_qkv, *self.normed(q, k, attention))
+        q, k = clipped(self, attention.config.clip_qkv, *qk_norm(self, q, k, attention))
         return super().turned(q, k, attention, name)
 
     def attended(self, q: Value, k: Value, v: Value, attention: Any) -> Value:
@@ -87,7 +89,7 @@ class Olmoe(Llama):
 class GraniteMoe(Granite):
     def feed_forward(self, x: Value, layer: Any) -> Value:
         moe = self.own(layer.block_sparse_moe, "MoE")
-        return self.experts(x, moe.router, moe.experts, adds_to_one=True)
+        return mixture(self, x, moe.router, moe.experts, adds_to_one=True)
 
 
 class GraniteMoeShared(GraniteMoe):
@@ -97,14 +99,14 @@ class GraniteMoeShared(GraniteMoe):
 
     def shared(self, x: Value, mlp: Any) -> Value:
         self.own(mlp, "MLP")
-        gate, up = self.products(x, *self.parts(mlp.input_linear, mlp.input_linear.out_features // 2))
+        gate, up = self.products(x, *split(self, mlp.input_linear, mlp.input_linear.out_features // 2))
         return self.product(self.gate(gate, mlp.activation, up), mlp.output_linear)
 
 
 class FlexOlmo(Olmo2):
     def mlp(self, x: Value, mlp: Any) -> Value:
         self.own(mlp, "SparseMoeBlock")
-        return self.experts(x, mlp.gate, mlp.experts, mlp.gate.norm_topk_prob)
+        return mixture(self, x, mlp.gate, mlp.experts, mlp.gate.norm_topk_prob)
 
 
 class AriaText(Llama):
@@ -114,5 +116,5 @@ class AriaText(Llama):
 
     def mlp(self, x: Value, mlp: Any) -> Value:
         self.own(mlp, "MoELayer")
-        mixed = self.experts(x, mlp.router, mlp.experts, adds_to_one=True)
+        mixed = mixture(self, x, mlp.router, mlp.experts, adds_to_one=True)
         return self.add(mixed, super().mlp(x, mlp.shared_experts))

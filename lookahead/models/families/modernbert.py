@@ -6,6 +6,7 @@ from torch import nn
 
 from lookahead.cpu.operations import Value
 from lookahead.models.families.llama import Llama
+from lookahead.models.families.parts import split
 
 
 class ModernBertDecoder(Llama):
@@ -30,7 +31,7 @@ class ModernBertDecoder(Llama):
 
     def mlp(self, x: Value, mlp: Any) -> Value:
         self.own(mlp, "MLP")
-        gate, up = self.products(x, *self.parts(mlp.Wi, mlp.Wi.out_features // 2))
+        gate, up = self.products(x, *split(self, mlp.Wi, mlp.Wi.out_features // 2))
         return self.product(self.gate(gate, mlp.act, up), mlp.Wo)
 
     def head(self, x: Value) -> None:

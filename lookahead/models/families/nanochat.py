@@ -6,6 +6,7 @@ import torch
 
 from lookahead.cpu.operations import Value
 from lookahead.models.families.llama import Llama
+from lookahead.models.families.parts import qk_norm
 
 
 class NanoChat(Llama):
@@ -15,7 +16,7 @@ class NanoChat(Llama):
         return self.norm(super().embedding(inner), inner.norm)
 
     def turned(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
-        return self.normed(*super().turned(q, k, attention, name), attention)
+        return qk_norm(self, *super().turned(q, k, attention, name), attention)
 
     def rotary_tables(self, like: torch.Tensor, positions: torch.Tensor, name: str) -> list[torch.Tensor]:
         cos, sin = super().rotary_tables(like, positions, name)

@@ -7,6 +7,7 @@ from lookahead.cpu.operations import Value
 from lookahead.models.families.clipped import clipped
 from lookahead.models.families.llama import Llama
 from lookahead.models.families.page import UnknownModelError
+from lookahead.models.families.parts import qk_norm
 
 
 class Olmo(Llama):
@@ -36,7 +37,7 @@ class Olmo2(Llama):
         return self.add(x, self.norm(self.mlp(x, layer.mlp), layer.post_feedforward_layernorm))
 
     def turned(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
-        return super().turned(*self.normed(q, k, attention), attention, name)
+        return super().turned(*qk_norm(self, q, k, attention), attention, name)
 
 
 class Olmo3(Olmo2):

@@ -5,7 +5,6 @@ module must be exactly of its class, with no hook, no other forward and no adapt
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -151,13 +150,6 @@ class Page:
             return gguf.linear(self, module)
         return Linear.from_layer(self._plain(module, nn.Linear, DecodingLinear))
 
-    def parts(self, module: Any, *widths: int) -> list[Linear]:
-        """Return the outputs of a linear layer in parts of these widths, and what is left, as layers of their own."""
-        joined, stops = self.linear(module), [0]
-        for width in widths:
-            stops.append(stops[-1] + width)
-        return [joined.slice(start, stop) for start, stop in pairwise([*stops, joined.outputs])]
-
     def _plain(self, module: Any, *classes: type) -> Any:
         if type(module) not in classes:
             raise UnknownModelError(f"a {type(module).__name__} stands where {classes[0].__name__} is expected")
@@ -186,11 +178,6 @@ class Page:
         if isinstance(positions, nn.Embedding):
             table = positions.weight
         return self._add(op.Embed(Value(embedding.weight.shape[-1]), embedding.weight, factor, table, offset))
-
-    def embed_scaled(self, module: Any, suffix: str) -> Value:
-        """By a class that multiplies what it reads with a factor, which is rounded as its numbers are."""
-        dtype = torch.float32 if module.weight.dtype == torch.uint8 else module.weight.dtype  # of blocks
-        return self.embed(module, float(module.embed_scale.to(dtype)), suffix)
 
     def norm(self, x: Value, module: Any) -> Value:
         return self._norm(x, module, x.width, of_heads=False)
@@ -227,12 +214,6 @@ class Page:
         is_interleaved = self.rotary_is_interleaved or self.rotary_separates
         settings = self.rotary_rounds_once, is_interleaved, self.rotary_separates
         return self._add(op.Rotary(x, Value(x.width), size, name, *settings))
-
-    def select(self, x: Value, size: int, group: int, first: int, taken: int = 1, repeats: int = 1) -> Value:
-        from lookahead.cpu.heads import Select  # other families need it not
-
-        width = x.width // group * taken * repeats
-        return self._add(Select(x, Value(width), size, group, first, taken, repeats))
 
     def attend(
         self,
@@ -273,20 +254,6 @@ class Page:
 
     def gate(self, x: Value, activation: Any, by: Value | None = None) -> Value:
         return self._add(op.Gate(x, Value(x.width), self._activation(activation), by))
-
-    def times(self, x: Value, by: Value) -> Value:
-        return self._add(op.Gate(x, Value(x.width), "identity", by))
-
-    def experts(self, x: Value, router: Any, experts: Any, adds_to_one: bool, *others: Any, **settings: Any) -> Value:
-        """Arguments as for `experts.operation`."""
-        from lookahead.models.families.experts import operation  # other families have none
-
-        return self._add(operation(self, x, router, experts, adds_to_one, *others, **settings))
-
-    def scale(self, x: Value, factor: float) -> Value:
-        from lookahead.cpu.elementwise import Scale  # other families need it not
-
-        return self._add(Scale(x, Value(x.width), factor))
 
     def add(self, x: Value, more: Value, factor: float = 1.0) -> Value:
         return self._add(op.Add(x, Value(x.width), more, factor))

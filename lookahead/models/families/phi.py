@@ -7,6 +7,7 @@ from torch import nn
 from lookahead.cpu.operations import Value
 from lookahead.models.families.llama import Llama
 from lookahead.models.families.page import UnknownModelError
+from lookahead.models.families.parts import side_by_side
 
 
 class Phi(Llama):
@@ -40,7 +41,7 @@ class StableLm(Llama):
     dropouts = ("hidden_dropout",)
 
     def layer(self, x: Value, layer: Any, name: str) -> Value:
-        return self.side_by_side(x, layer, name) if layer.use_parallel_residual else super().layer(x, layer, name)
+        return side_by_side(self, x, layer, name) if layer.use_parallel_residual else super().layer(x, layer, name)
 
     def turned(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
         if attention.qk_layernorm:

@@ -8,6 +8,7 @@ from typing import Any
 from lookahead.cpu.operations import Value
 from lookahead.cpu.products import Linear
 from lookahead.models.families.llama import Llama
+from lookahead.models.families.parts import split
 
 
 class WithJoinedHalves(Llama):
@@ -15,7 +16,7 @@ class WithJoinedHalves(Llama):
 
     def mlp(self, x: Value, mlp: Any) -> Value:
         self.own(mlp, "MLP")
-        gate, up = self.products(x, *self.parts(mlp.gate_up_proj, mlp.gate_up_proj.out_features // 2))
+        gate, up = self.products(x, *split(self, mlp.gate_up_proj, mlp.gate_up_proj.out_features // 2))
         return self.product(self.gate(gate, mlp.activation_fn, up), mlp.down_proj)
 
 
@@ -26,7 +27,7 @@ class Phi3(WithJoinedHalves):
     def projections(self, attention: Any) -> list[Linear]:
         of_queries = attention.config.num_attention_heads * attention.head_dim
         of_keys = attention.num_key_value_heads * attention.head_dim
-        return self.parts(attention.qkv_proj, of_queries, of_keys)
+        return split(self, attention.qkv_proj, of_queries, of_keys)
 
 
 class Phi4Multimodal(Phi3):

@@ -5,6 +5,7 @@ from typing import Any
 from lookahead.cpu.operations import Value
 from lookahead.models.families.llama import Llama
 from lookahead.models.families.page import Slides
+from lookahead.models.families.parts import qk_norm
 
 
 class Qwen2(Llama):
@@ -15,4 +16,4 @@ class Qwen3(Llama):
     slides: Slides = "by type"
 
     def turned(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
-        return super().turned(*self.normed(q, k, attention), attention, name)
+        return super().turned(*qk_norm(self, q, k, attention), attention, name)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from lookahead.cpu.operations import Value
+from lookahead.models.families.experts import mixture
 from lookahead.models.families.llama import Llama
 from lookahead.models.families.page import Page
 from lookahead.models.families.qwen import Qwen2, Qwen3
@@ -61,7 +62,7 @@ class Qwen3VLMoe(Qwen3VL):
         if not hasattr(mlp, "experts"):  # some layers have a usual MLP
             return super().mlp(x, mlp)
         self.own(mlp, "SparseMoeBlock")
-        return self.experts(x, mlp.gate, mlp.experts, getattr(mlp.gate, "norm_topk_prob", True))
+        return mixture(self, x, mlp.gate, mlp.experts, getattr(mlp.gate, "norm_topk_prob", True))
 
 
 class Qwen2_5OmniThinker(Qwen2VL):

@@ -10,6 +10,7 @@ from torch import nn
 from lookahead.cpu.heads import Join
 from lookahead.cpu.operations import Value
 from lookahead.models.families.mamba2 import Bamba
+from lookahead.models.families.parts import split
 
 
 class Zamba2(Bamba):
@@ -64,5 +65,5 @@ class Zamba2(Bamba):
     def adapted(self, x: Value, module: Any, adapter: Any, *widths: int) -> list[Value]:
         """What a linear layer and its adapter give together, in parts of these widths, and what is left."""
         first, last = self._plain(adapter, nn.Sequential)
-        more = self.products(self.product(x, first), *self.parts(last, *widths))
-        return list(map(self.add, self.products(x, *self.parts(module, *widths)), more))
+        more = self.products(self.product(x, first), *split(self, last, *widths))
+        return list(map(self.add, self.products(x, *split(self, module, *widths)), more))
