@@ -7,29 +7,27 @@ from transformers import (
     DynamicCache,
     GenerationConfig,
     LogitsProcessorList,
-    PreTrainedConfig,
     PreTrainedModel,
     StoppingCriteriaList,
 )
 
 from lookahead import compat
-from lookahead.config import MAX_ROWS, LookaheadConfig
+from lookahead.config import LookaheadConfig
 from lookahead.engine.prefill import cache_passed_in, has_new_layers, positions_in, repeats_what_is_cached
-from lookahead.models.adapter import UnsupportedModelError, context_length
-from lookahead.models.layers import hides_in_cache_alone, ropes_of
+from lookahead.models.adapter import UnsupportedModelError
+from lookahead.models.layers import changes_rope
 from lookahead.models.origin import Foreign, is_own
 from lookahead.models.state import state_of
 from lookahead.passes.capabilities import can_batch, find_adapter
-
-# By model type, the attribute of its configuration with the length up to which attention sees all keys. Beyond it,
-# these models choose keys, and their own passes of different shapes choose differently.
-DENSE_UP_TO = {"doge": "keep_window_size", "dots3_note_text": "index_topk"}
 
 # Arguments of generate()'s loop that lookahead handles, or does not need. All others are inputs of the model.
 KNOWN_ARGUMENTS = {
     *compat.CACHE_ARGUMENTS, "attention_mask", "cache_position", "inputs_embeds", "logits_to_keep", "position_ids",
     "tokenizer", "use_cache",
 }  # fmt: skip
+
+# Settings by which attention may change at some length, besides windows and rotary embeddings.
+LIMITING = "attn_temperature_tuning", "index_topk", "keep_window_size"
 
 # What the loop of generate() chooses tokens by, besides processors and criteria: where it stands, and its name there.
 CHOOSING = (
@@ -132,16 +130,11 @@ def why_plain(
     if positions is not None and not _are_usual(positions, mask, held, length, generation.prefill_chunk_size):
         return "with position_ids other than the usual"
     stop = length + generation.max_length - ids.shape[1]
-    if _counts_rows(adapter.config, stop) and (ids.device.type != "cpu" or (mask is not None and not mask.all())):
-        return "with padding, or on a GPU, at positions where the model scales queries by their row in a pass"
-    dense = getattr(adapter.config, DENSE_UP_TO.get(adapter.config.model_type, ""), None)
-    if dense is not None and stop > dense:
-        return f"beyond {dense} positions, where the shape of a pass decides which keys the model's attention sees"
-    window = adapter.sees_all_up_to
-    if window is not None and stop > window and hides_in_cache_alone(model, adapter):
-        return f"beyond the {window} positions of a window that the model's cache has and its masks ignore"
-    if _switches_rope(model, len(ids), length, stop):
-        return "across the length at which the model's rotary embedding changes"
+    is_limited = adapter.sees_all_up_to is not None or any(hasattr(adapter.config, name) for name in LIMITING)
+    if is_limited or changes_rope(model):
+        from lookahead.engine.limits import why_plain as why_not_at  # other models decode alike at any length
+
+        return why_not_at(model, adapter, ids, mask, length, stop)
     return None
 
 
@@ -163,11 +156,6 @@ def _described(name: str, value: Any) -> str:
     return f"the model input {name}"
 
 
-def _counts_rows(config: PreTrainedConfig, stop: int) -> bool:
-    """Whether queries grow by their row in a pass (Llama 4), which counts guesses and padding as positions."""
-    return getattr(config, "attn_temperature_tuning", False) and stop + MAX_ROWS > config.floor_scale
-
-
 def _are_usual(positions: torch.Tensor, mask: torch.Tensor | None, held: int, length: int, portion: int | None) -> bool:
     """Whether ``position_ids`` count the visible tokens of the prompt.
 
@@ -185,20 +173,3 @@ def _are_usual(positions: torch.Tensor, mask: torch.Tensor | None, held: int, le
         return torch.equal(read, torch.arange(held, length, device=read.device).expand_as(read))
     seen, usual = (x.to(read.device)[:, -count:] for x in (mask.bool(), mask.long().cumsum(-1) - 1))
     return mask.shape[1] == length and torch.equal(read.expand_as(seen)[seen], usual[seen])
-
-
-def _switches_rope(model: PreTrainedModel, batch: int, prompt: int, stop: int) -> bool:
-    """Whether rotary frequencies change within this call. The longest position of a pass decides for all its rows.
-
-    So no step of a longrope model may straddle that length, and no batch may have sequences on both sides of it.
-    """
-    config = model.config.get_text_config(decoder=True)
-    for rope in ropes_of(model):
-        if rope.get("rope_type") == "dynamic" and batch > 1 and stop > context_length(model):
-            return True
-        if rope.get("rope_type") == "longrope":
-            switch = rope.get("original_max_position_embeddings")
-            switch = switch or getattr(config, "original_max_position_embeddings", None)
-            if switch is not None and (prompt <= switch or batch > 1) and switch < stop:
-                return True
-    return False

@@ -82,6 +82,7 @@ def test_what_is_not_asked_for_is_not_loaded():
         "elementwise",
         "gguf",
         "graphs",
+        "limits",
         "merging",
         "loops",
         "mistral",
