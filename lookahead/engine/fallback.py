@@ -3,13 +3,7 @@
 from typing import Any
 
 import torch
-from transformers import (
-    DynamicCache,
-    GenerationConfig,
-    LogitsProcessorList,
-    PreTrainedModel,
-    StoppingCriteriaList,
-)
+from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
 from lookahead import compat
 from lookahead.config import LookaheadConfig
@@ -117,24 +111,24 @@ def why_plain(
     covered = (len(ids), compat.dropped_mask_length(generation)) if mask is None else tuple(mask.shape)
     if covered[1:] != (None,) and covered != (len(ids), new if is_full else held + new):
         return "with an attention_mask that is not of the prompt's shape"
-    if mask is not None and not bool((mask == 1).all()):
+    hiding = None if mask is None or bool((mask == 1).all()) else mask
+    if hiding is not None:
         from lookahead.engine.padding import why_plain as why_not_masked  # other calls hide nothing
 
-        if (reason := why_not_masked(model, adapter, mask, held, generation)) is not None:
+        if (reason := why_not_masked(model, adapter, hiding, held, generation)) is not None:
             return reason
-    positions = model_kwargs.get("position_ids")
-    # generate() makes a row of positions for each row of the mask, even if it drops the mask.
-    if positions is not None and positions.ndim == 2 and len(positions) not in (1, len(ids)):
-        return "with position_ids, or an attention_mask, for another number of sequences than the prompt has"
-    length = (0 if is_full else held) + new  # of the prompt
-    if positions is not None and not _are_usual(positions, mask, held, length, generation.prefill_chunk_size):
-        return "with position_ids other than the usual"
+    positions, length = model_kwargs.get("position_ids"), (0 if is_full else held) + new  # of the prompt
+    if positions is not None and (hiding is not None or not _count_columns(positions, len(ids), length)):
+        from lookahead.engine.positions import why_plain as why_not_from  # other calls count from the first column on
+
+        if (reason := why_not_from(positions, hiding, held, len(ids), length, generation)) is not None:
+            return reason
     stop = length + generation.max_length - ids.shape[1]
     is_limited = adapter.sees_all_up_to is not None or any(hasattr(adapter.config, name) for name in LIMITING)
     if is_limited or changes_rope(model):
         from lookahead.engine.limits import why_plain as why_not_at  # other models decode alike at any length
 
-        return why_not_at(model, adapter, ids, mask, length, stop)
+        return why_not_at(model, adapter, ids, hiding is not None, length, stop)
     return None
 
 
@@ -156,20 +150,7 @@ def _described(name: str, value: Any) -> str:
     return f"the model input {name}"
 
 
-def _are_usual(positions: torch.Tensor, mask: torch.Tensor | None, held: int, length: int, portion: int | None) -> bool:
-    """Whether ``position_ids`` count the visible tokens of the prompt.
-
-    The first pass reads the last columns: one for each token that is not cached. If it reads the prompt in portions, it
-    counts columns from the first on. Each later token has the position after the last one.
-    held: positions that are cached. length: of the prompt, with these. portion: `prefill_chunk_size`.
-    """
-    if positions.ndim == 3:  # of time, height and width, which only images tell apart
-        return all(_are_usual(one, mask, held, length, portion) for one in positions)
-    count = length - held
-    if positions.ndim != 2 or positions.shape[1] < count or (portion and positions.shape[1] != length):
-        return False
-    read = positions[:, -count:]
-    if mask is None:
-        return torch.equal(read, torch.arange(held, length, device=read.device).expand_as(read))
-    seen, usual = (x.to(read.device)[:, -count:] for x in (mask.bool(), mask.long().cumsum(-1) - 1))
-    return mask.shape[1] == length and torch.equal(read.expand_as(seen)[seen], usual[seen])
+def _count_columns(positions: torch.Tensor, sequences: int, length: int) -> bool:
+    """Whether ``position_ids`` are those that generate() makes for prompts of this length, without padding."""
+    usual = torch.arange(length, device=positions.device).expand(sequences, -1)
+    return positions.shape == usual.shape and torch.equal(positions, usual)

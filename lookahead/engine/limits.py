@@ -13,14 +13,14 @@ DENSE_UP_TO = {"doge": "keep_window_size", "dots3_note_text": "index_topk"}
 
 
 def why_plain(
-    model: PreTrainedModel, adapter: ModelAdapter, ids: torch.Tensor, mask: torch.Tensor | None, prompt: int, stop: int
+    model: PreTrainedModel, adapter: ModelAdapter, ids: torch.Tensor, is_padded: bool, prompt: int, stop: int
 ) -> str | None:
     """Why lookahead does not decode texts of these lengths, or None if it does.
 
-    ids: [sequences, n]. mask: of the prompt, if it has one. prompt: its positions, with cached ones. stop: the most
+    ids: [sequences, n]. is_padded: whether they have padding. prompt: its positions, with cached ones. stop: the most
     positions of the text.
     """
-    if _counts_rows(adapter.config, stop) and (ids.device.type != "cpu" or (mask is not None and not mask.all())):
+    if _counts_rows(adapter.config, stop) and (is_padded or ids.device.type != "cpu"):
         return "with padding, or on a GPU, at positions where the model scales queries by their row in a pass"
     dense = getattr(adapter.config, DENSE_UP_TO.get(adapter.config.model_type, ""), None)
     if dense is not None and stop > dense:

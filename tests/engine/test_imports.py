@@ -91,6 +91,7 @@ def test_what_is_not_asked_for_is_not_loaded():
         "parts",
         "passed_in",
         "plain",
+        "positions",
         "recording",
         "recurrence",
         "refusal",

@@ -23,7 +23,7 @@ from draw_terminal import COLUMNS, Run, chunks, draw
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lookahead
-from lookahead.engine import assisted, fallback, limits, report
+from lookahead.engine import assisted, fallback, limits, positions, report
 from lookahead.models import branching, families, passed_in, state, training
 from lookahead.models.families import gemma
 from lookahead.models.families.page import Page
@@ -269,6 +269,7 @@ SPEAKERS = {
     fallback.why_plain: ast.Return,
     fallback._described: ast.Return,
     limits.why_plain: ast.Return,
+    positions.why_plain: ast.Return,
     passed_in.why_plain: ast.Return,
     assisted.why_no_draft_model: ast.Return,
     ways.try_ways: (ast.Subscript, ast.Call),
