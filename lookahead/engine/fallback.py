@@ -1,7 +1,5 @@
 """Calls that lookahead leaves to the model's own decoding, and the reasons."""
 
-from typing import Any
-
 import torch
 from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
@@ -58,7 +56,9 @@ def why_plain(
         is_absent = value is None or value is False or (isinstance(value, dict) and not value)
         is_known = name in KNOWN_ARGUMENTS and not (name == "logits_to_keep" and isinstance(value, torch.Tensor))
         if not (is_known or is_absent):
-            return f"with {_described(name, value)}"
+            from lookahead.engine.plain import described  # which then warns
+
+            return f"with {described(name, value)}"
     if (replaced := state_of(model).why_plain() or _replaced_in_loop()) is not None:
         return replaced
     if modes := compat.modes_of_users():  # fused passes and our kernels run no operations of torch
@@ -139,15 +139,6 @@ def _replaced_in_loop() -> str | None:
             place = f"{getattr(owner, '__module__', 'torch')}.{getattr(owner, '__qualname__', owner.__name__)}.{name}"
             return f"a model whose cache or loop was replaced ({Foreign(place, found)})"
     return None
-
-
-def _described(name: str, value: Any) -> str:
-    """Name an input of the model in words."""
-    if name == "mm_encoder_outputs":  # encoded images and videos, by kind
-        return " and ".join(f"{kind}s" for kind in value)
-    if name.startswith(("pixel_values", "image")):
-        return f"{'videos' if 'video' in name else 'images'} ({name})"
-    return f"the model input {name}"
 
 
 def _count_columns(positions: torch.Tensor, sequences: int, length: int) -> bool:

@@ -23,7 +23,7 @@ from draw_terminal import COLUMNS, Run, chunks, draw
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lookahead
-from lookahead.engine import assisted, fallback, limits, positions, report
+from lookahead.engine import assisted, fallback, limits, plain, positions, report
 from lookahead.models import branching, families, passed_in, state, training
 from lookahead.models.families import gemma
 from lookahead.models.families.page import Page
@@ -267,7 +267,7 @@ SPEAKERS = {
     report.report: ast.FunctionDef,
     report._described: ast.FunctionDef,
     fallback.why_plain: ast.Return,
-    fallback._described: ast.Return,
+    plain.described: ast.Return,
     limits.why_plain: ast.Return,
     positions.why_plain: ast.Return,
     passed_in.why_plain: ast.Return,
