@@ -68,12 +68,6 @@ def cache_argument(model: PreTrainedModel | type[PreTrainedModel]) -> str | None
     return next((name for name in CACHE_ARGUMENTS if name in arguments), None)
 
 
-def own_cache_argument(model: PreTrainedModel | type[PreTrainedModel]) -> str | None:
-    """The model's argument for a cache of its own kind, which is not a `Cache`; None if it has none."""
-    arguments = forward_arguments(model)
-    return next((name for name in ("state", "mems", "past_buckets_states", "cache") if name in arguments), None)
-
-
 def is_callers_own(cache: Cache | None) -> bool:
     """Whether the caller of generate() passed this cache in, and may use it afterwards."""
     return getattr(cache, "_is_user_defined", False)

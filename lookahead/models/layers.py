@@ -25,14 +25,9 @@ def read_config(model: PreTrainedModel, branches_states: bool | None = None) -> 
     arguments = compat.forward_arguments(model)
     cache_argument = compat.cache_argument(model)
     if cache_argument is None:
-        own = compat.own_cache_argument(model)
-        what = (
-            f"its {config.model_type} layers use a cache of their own ({own}), which cannot be cut back to an accepted "
-            "prefix"
-            if own
-            else f"its forward takes none of the caches that lookahead knows ({', '.join(compat.CACHE_ARGUMENTS)})"
-        )
-        raise UnsupportedModelError(f"{name} cannot verify guesses: {what}. Its own generate() still works.")
+        from lookahead.models.refused import lacks_cache  # other models have one
+
+        raise lacks_cache(model)
     try:
         theirs = DynamicCache(config=config).layers
     except Exception as error:  # transformers' own cache does not know this configuration either

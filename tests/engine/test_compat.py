@@ -24,6 +24,7 @@ import lookahead
 from lookahead import UnsupportedModelError, compat, wrapping
 from lookahead.compat import copies, loops, mtp, operators, quantized, versions
 from lookahead.compat.stop_strings import tokens_that_end_stop_strings
+from lookahead.models.refused import own_cache_argument
 
 CONSTRAINTS = Path(__file__).parents[2] / "constraints.txt"
 IDS = torch.tensor([[5, 6, 7, 8]])
@@ -107,7 +108,7 @@ def test_every_model_says_what_it_calls_its_cache():
     unknown = set()
     for name in sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())):
         of_class = getattr(transformers, name)
-        if compat.cache_argument(of_class) is None and compat.own_cache_argument(of_class) is None:
+        if compat.cache_argument(of_class) is None and own_cache_argument(of_class) is None:
             unknown.add(name)
     # The first keeps no cache, and the others read their main model's.
     known = {"OpenAIGPTLMHeadModel", "Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM"}

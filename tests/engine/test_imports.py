@@ -95,6 +95,7 @@ def test_what_is_not_asked_for_is_not_loaded():
         "recording",
         "recurrence",
         "refusal",
+        "refused",
         "report",
         "shapes",
         "sources",
