@@ -5,7 +5,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from lookahead.config import MAX_ROWS
 from lookahead.models.adapter import ModelAdapter, context_length
-from lookahead.models.layers import hides_in_cache_alone, ropes_of
+from lookahead.models.layers import ropes_of
+from lookahead.models.sliding import hides_in_cache_alone
 
 # By model type, the attribute of its configuration with the length up to which attention sees all keys. Beyond it,
 # these models choose keys, and their own passes of different shapes choose differently.

@@ -88,17 +88,6 @@ def keeps_state(layer: object) -> bool:
     return type(layer) not in known and type(layer).__name__ != "DummyLayer"
 
 
-def hides_in_cache_alone(model: PreTrainedModel, adapter: ModelAdapter) -> bool:
-    """Whether the cache has a window that the model's masks ignore, as with settings that its code does not read.
-
-    In texts longer than the window, a chain of guesses would then see more than plain decoding, and a tree more or
-    less.
-    """
-    makers = {"create_sliding_window_causal_mask", "create_chunked_causal_mask", "create_masks_for_generate"}
-    is_known = "create_causal_mask" in (names := state_of(model).names)  # other models make masks in their own way
-    return adapter.sees_all_up_to is not None and is_known and makers.isdisjoint(names)
-
-
 def rope_kinds(config: PreTrainedConfig) -> dict[str, dict]:
     """The settings of each rotary embedding, by type of layer; of the only one, by an empty name."""
     rope = getattr(config, "rope_parameters", None) or {}

@@ -1,10 +1,13 @@
-"""The cache of a layer that attends to a sliding window."""
+"""Sliding windows: the cache of a layer that has one, and models whose masks ignore that of their cache."""
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
 
 from lookahead.models import cache
+from lookahead.models.adapter import ModelAdapter
 from lookahead.models.cache import InPlaceLayer
+from lookahead.models.state import state_of
 
 
 class SlidingLayer(InPlaceLayer):
@@ -53,3 +56,14 @@ class SlidingLayer(InPlaceLayer):
                 f"crop({tokens_to_remove}) needs positions that have left the sliding window of {self.sliding_window}"
             )
         super().crop(tokens_to_remove)
+
+
+def hides_in_cache_alone(model: PreTrainedModel, adapter: ModelAdapter) -> bool:
+    """Whether the cache has a window that the model's masks ignore, as with settings that its code does not read.
+
+    In texts longer than the window, a chain of guesses would then see more than plain decoding, and a tree more or
+    less.
+    """
+    makers = {"create_sliding_window_causal_mask", "create_chunked_causal_mask", "create_masks_for_generate"}
+    is_known = "create_causal_mask" in (names := state_of(model).names)  # other models make masks in their own way
+    return adapter.sees_all_up_to is not None and is_known and makers.isdisjoint(names)

@@ -8,7 +8,8 @@ from transformers import PreTrainedModel
 
 from lookahead.compat import attention_implementation, looks_up_attention
 from lookahead.models.adapter import ModelAdapter, device_of
-from lookahead.models.layers import hides_in_cache_alone, read_config
+from lookahead.models.layers import read_config
+from lookahead.models.sliding import hides_in_cache_alone
 from lookahead.models.state import state_of
 from lookahead.passes import capabilities, probe
 from lookahead.passes.runner import EagerRunner
