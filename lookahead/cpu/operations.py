@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-import numpy as np
 import torch
 
 from lookahead.cpu.products import Format, Linear, is_plain_of
@@ -51,6 +50,11 @@ class Operation:
 
     @property
     def part(self) -> Part:
+        return None
+
+    @property
+    def most_positions(self) -> int | None:
+        """Most positions of a text; None: no table of it bounds them."""
         return None
 
     def cpp_fields(self) -> dict[str, Any]:
@@ -121,6 +125,10 @@ class Embed(Operation):
     format: Format = Format.FLOATS
     is_private = True
 
+    @property
+    def most_positions(self) -> int | None:
+        return None if self.of_positions is None else len(self.of_positions) - self.offset
+
     def cpp_fields(self) -> dict[str, Any]:
         return {"width": self.out.width, "bias": self.of_positions, "index": self.offset}
 
@@ -145,8 +153,7 @@ class Norm(Operation):
 
     weight, bias: [size]; None: as if all were 1, or 0. Each `size` numbers of a row are normed together. RMS norms
     round before they multiply with their weights, unless they round once. of_heads: x is what attention takes, queries
-    or keys, and no row of the hidden states. gate: what is normed is silu(gate) * x, not rounded. Then the weight is
-    that of the whole row. gates_behind: silu(gate) multiplies the result instead, before that is rounded.
+    or keys, and no row of the hidden states.
     """
 
     x: Value
@@ -159,8 +166,6 @@ class Norm(Operation):
     is_centered: bool = False
     of_heads: bool = False
     size: int = 0
-    gate: Value | None = None
-    gates_behind: bool = False
     works_in_place = True
 
     @property
@@ -172,15 +177,17 @@ class Norm(Operation):
         return ("heads", self.x.width // self.size) if self.of_heads else None
 
     def cpp_fields(self) -> dict[str, Any]:
-        return {"y": self.gate, "kind": "NORM_HEADS" if self.of_heads else "NORM"}
+        return {"kind": "NORM_HEADS" if self.of_heads else "NORM"}
+
+    @property
+    def weight_width(self) -> int:
+        """Of its weight and its bias."""
+        return self.size
 
     def shapes_fit(self) -> bool:
-        shapes, is_gated = {tuple(tensor.shape) for tensor in self.tensors()}, self.gate is not None
         return (
             (self.is_centered or self.bias is None)
-            and shapes <= {(self.x.width if is_gated else self.size,)}
-            and not (is_gated and (self.is_centered or self.offset or not self.of_heads))
-            and (self.gate is None or self.gate.width == self.x.width)
+            and {tuple(tensor.shape) for tensor in self.tensors()} <= {(self.weight_width,)}
             and self.size > 0
             and self.x.width % self.size == 0
         )
@@ -274,10 +281,7 @@ class Attend(Operation):
     share a key head. Other operations may have appended keys and values to the layer. cap: scores s become cap * tanh(s
     / cap), unless it is 0 (Gemma 2, arXiv 2408.00118). sinks: [heads], of each the score of a key without a value (Xiao
     et al. 2023, arXiv 2309.17453), in float32 or the program's dtype. is_latent: keys are also the values, and what the
-    cache holds as values are further numbers of each key (DeepSeek-V2, arXiv 2405.04434). biases: float32 [heads,
-    positions], contiguous: what is added to the score of a key, by its position (ALiBi, Press et al. 2022, arXiv
-    2108.12409). by_distance: the last one is that of the query's own position, behind which no key stands.
-    rounds_scores: scores are rounded then.
+    cache holds as values are further numbers of each key (DeepSeek-V2, arXiv 2405.04434).
     """
 
     x: Value
@@ -289,9 +293,6 @@ class Attend(Operation):
     cap: float = 0.0
     sinks: torch.Tensor | None = None
     is_latent: bool = False
-    biases: np.ndarray | None = None
-    by_distance: bool = False
-    rounds_scores: bool = False
 
     @property
     def heads(self) -> int:
@@ -305,8 +306,7 @@ class Attend(Operation):
 
     def cpp_fields(self) -> dict[str, Any]:
         named = {"index": self.layer, "count": self.key_heads, "factor": self.scaling, "weight": self.sinks}
-        named |= {"has_wide_weight": bool(self.wide()), "positions": 0 if self.biases is None else self.biases.shape[1]}
-        return named
+        return {**named, "has_wide_weight": bool(self.wide())}
 
     def wide(self) -> list[torch.Tensor]:
         return [tensor for tensor in self.tensors() if tensor.dtype == torch.float32]
@@ -317,9 +317,7 @@ class Attend(Operation):
     def shapes_fit(self) -> bool:
         heads = self.heads
         heads_fit = not self.x.width % self.size and not self.out.width % heads and not heads % self.key_heads
-        counts = {len(of_heads) for of_heads in (self.sinks, self.biases) if of_heads is not None}
-        is_plain = self.biases is None and not (self.by_distance or self.rounds_scores)
-        return heads_fit and counts <= {heads} and (is_plain or (self.biases is not None and not self.cap))
+        return heads_fit and (self.sinks is None or len(self.sinks) == heads)
 
 
 @dataclass(frozen=True, eq=False)

@@ -39,10 +39,8 @@ class Program:
     @property
     def positions(self) -> int | None:
         """Most positions of a text; None: no table bounds them."""
-        table = self._embed.of_positions
-        found = [] if table is None else [len(table) - self._embed.offset]
-        attends = [operation for operation in self.operations if isinstance(operation, Attend)]
-        return min([*found, *(one.biases.shape[1] for one in attends if one.biases is not None)], default=None)
+        found = [operation.most_positions for operation in self.operations]
+        return min((most for most in found if most is not None), default=None)
 
     @property
     def vocabulary(self) -> int:

@@ -12,12 +12,13 @@ import torch
 from torch.nn import functional
 
 from lookahead.cpu import operations as op
+from lookahead.cpu.alibi import Alibi
 from lookahead.cpu.elementwise import Clip, Scale, Xielu
 from lookahead.cpu.experts import Experts, Weigh
 from lookahead.cpu.heads import HeadProducts, Join, Select
 from lookahead.cpu.products import Format, Linear
 from lookahead.cpu.program import Program
-from lookahead.cpu.states import Convolve, Delta, DeltaByKey, Scan
+from lookahead.cpu.states import Convolve, Delta, DeltaByKey, GatedNorm, Scan
 from lookahead.cpu.streams import Blend, Cut, Rescale
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -156,7 +157,7 @@ class Reference:
         gate, up = both[..., ::2].clamp(max=limit), both[..., 1::2].clamp(-limit, limit)
         return rounded(rounded(up + 1) * rounded(gate * rounded(rounded(gate * alpha).sigmoid())))
 
-    def biases_of(self, attend: op.Attend, keys: int) -> torch.Tensor:
+    def biases_of(self, attend: Alibi, keys: int) -> torch.Tensor:
         """[heads, T, keys]."""
         rows, biases = self.positions[:, None], torch.from_numpy(attend.biases).to(self.wide)
         cached = self.start + torch.arange(keys - len(rows), device="cpu")
@@ -184,14 +185,20 @@ class Reference:
             weight = weight if weight is None or not norm.offset else self.rounded(weight + norm.offset)
             return self.rounded(functional.layer_norm(x, (norm.size,), weight, bias, norm.epsilon).flatten(1))
         x = x.to(self.finest)
-        factors = None if norm.gate is None else functional.silu(self.heads(norm.gate, norm.size).to(self.finest))
-        if factors is not None:
-            x = x if norm.gates_behind else x * factors
-            weight = None if weight is None else weight.unflatten(0, (-1, norm.size))
         x = x * (x.square().mean(-1, keepdim=True) + norm.epsilon).rsqrt()
         x = x if norm.rounds_once else self.rounded(x)
         x = x if weight is None else x * (weight.to(x.dtype) + norm.offset if norm.offset else weight.to(x.dtype))
-        return self.rounded((x * factors if factors is not None and norm.gates_behind else x).flatten(1))
+        return self.rounded(x.flatten(1))
+
+    @computed.register
+    def _(self, norm: GatedNorm) -> torch.Tensor:
+        x, gate = (self.heads(value, norm.size).to(self.finest) for value in (norm.x, norm.gate))
+        factors = functional.silu(gate)
+        x = x if norm.gates_behind else x * factors
+        x = x * (x.square().mean(-1, keepdim=True) + norm.epsilon).rsqrt()
+        x = x if norm.rounds_once else self.rounded(x)
+        x = x if norm.weight is None else x * norm.weight.unflatten(0, (-1, norm.size)).to(x.dtype)
+        return self.rounded((x * factors if norm.gates_behind else x).flatten(1))
 
     @computed.register
     def _(self, products: op.Products) -> None:
@@ -250,10 +257,9 @@ class Reference:
         if attend.is_latent:
             keys, values = torch.cat([keys, values], dim=-1), keys
         scores = (queries @ keys.mT).to(self.finest) * attend.scaling
-        if attend.biases is not None:
+        if isinstance(attend, Alibi):
             scores = scores + self.biases_of(attend, scores.shape[-1])
-        if attend.rounds_scores:
-            scores = self.rounded(scores)
+            scores = self.rounded(scores) if attend.rounds_scores else scores
         if attend.cap:
             scores = (scores / attend.cap).tanh() * attend.cap
         scores[..., scores.shape[-1] - hidden.shape[1] :].masked_fill_(hidden, -math.inf)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from lookahead.cpu import native
-from lookahead.cpu.operations import Activation, Operation, Part, Value
+from lookahead.cpu.operations import Activation, Norm, Operation, Part, Value
 
 _COMMITS = [ctypes.c_void_p, ctypes.c_long] * 2 + [ctypes.c_long]
 _commits = cache(partial(native.kernels, "commit", native.FLOATS, _COMMITS))
@@ -257,6 +257,28 @@ class Scan(_Recurrence):
     @property
     def _of_heads(self) -> set[int]:
         return {self.times.width, len(self.log_speeds), len(self.biases), len(self.skips)}
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class GatedNorm(Norm):
+    """An RMS norm of heads, as Mamba-2 has it: what is normed is silu(gate) * x, not rounded.
+
+    The weight is that of the whole row. gates_behind: silu(gate) multiplies the result instead, before that is rounded.
+    """
+
+    gate: Value
+    gates_behind: bool = False
+
+    def cpp_fields(self) -> dict[str, Any]:
+        return {**super().cpp_fields(), "y": self.gate}
+
+    @property
+    def weight_width(self) -> int:
+        return self.x.width
+
+    def shapes_fit(self) -> bool:
+        is_usual = self.of_heads and not (self.is_centered or self.offset)
+        return super().shapes_fit() and is_usual and self.gate.width == self.x.width
 
 
 class Pending:

@@ -13,12 +13,14 @@ from torch.nn import functional
 from lookahead.compat import is_plain
 from lookahead.compat.operators import flash_attention, grouped_products
 from lookahead.cpu import operations as op
+from lookahead.cpu.alibi import Alibi
 from lookahead.cpu.elementwise import Clip, Scale, Xielu
 from lookahead.cpu.experts import Experts, Weigh
 from lookahead.cpu.heads import HeadProducts, Join, Select
 from lookahead.cpu.products import Format, Linear
 from lookahead.cpu.program import Program
 from lookahead.cpu.reference import Reference
+from lookahead.cpu.states import GatedNorm
 from lookahead.models.split_attention import repeated_mask
 
 PART = 256  # Columns; twice as many of a long context. With these, an H100 was quickest at 16 rows.
@@ -65,7 +67,7 @@ class StaticPass(Reference):
 
     @computed.register
     def _(self, norm: op.Norm) -> torch.Tensor | None:
-        if norm.is_centered or norm.offset or norm.gate is not None:
+        if norm.is_centered or norm.offset:
             return super().computed(norm)
         x = self.heads(norm.x, norm.size)
         return functional.rms_norm(x, (norm.size,), norm.weight, norm.epsilon).flatten(1)
@@ -154,9 +156,8 @@ def together(linears: tuple[Linear, ...]) -> torch.Tensor | None:
 def why_not(program: Program) -> str | None:
     """Say why `StaticPass` cannot run this program; None if it can."""
     for one in program.operations:
-        has_biases = isinstance(one, op.Attend) and one.biases is not None
         has_identities = isinstance(one, Experts) and one.identities > 0
-        if has_biases or has_identities or not isinstance(one, StaticPass.serves):
+        if isinstance(one, (Alibi, GatedNorm)) or has_identities or not isinstance(one, StaticPass.serves):
             return f"no graph computes its {type(one).__name__.lower()}"
         if isinstance(one, Experts) and (one.is_apart or None in map(together, (one.experts[::2], one.experts[1::2]))):
             return "the weights of its experts are not contiguous"

@@ -20,6 +20,7 @@ import torch
 
 from lookahead.cpu import blocks, choice, executor, gemm, native, pages, products, top_k, tree_attention
 from lookahead.cpu import operations as op
+from lookahead.cpu.alibi import Alibi
 from lookahead.cpu.elementwise import Clip, Scale, Xielu
 from lookahead.cpu.executor import Executor, Rows
 from lookahead.cpu.experts import Experts, Weigh
@@ -28,7 +29,7 @@ from lookahead.cpu.operations import Value
 from lookahead.cpu.products import Format, Linear
 from lookahead.cpu.program import Program
 from lookahead.cpu.reference import ACTIVATIONS, Reference, State
-from lookahead.cpu.states import Convolve, Delta, DeltaByKey, Places, Scan
+from lookahead.cpu.states import Convolve, Delta, DeltaByKey, GatedNorm, Places, Scan
 from lookahead.cpu.streams import Blend, Cut, Rescale
 
 sys.path.append(str(Path(__file__).parents[1]))
@@ -325,7 +326,9 @@ class RandomProgram:
         found = self.add(Scan(q, Value(width), k, v, times, *of_heads, layer, heads, keys))
         weight = self.numbers(width, mean=1.0) if self.rng.random() < 0.8 else None
         flags = {"rounds_once": self.rng.random() < 0.5, "gates_behind": self.rng.random() < 0.5}
-        normed = op.Norm(found, Value(width), weight, 1e-5, of_heads=True, size=width // key_heads, gate=gate, **flags)
+        normed = GatedNorm(
+            found, Value(width), weight, 1e-5, of_heads=True, size=width // key_heads, gate=gate, **flags
+        )
         return self.products(self.add(normed), x.width)[0]
 
     def next_layer(self) -> int:
@@ -341,12 +344,12 @@ class RandomProgram:
         scaling = self.rng.choice([size**-0.5, 0.1])
         cap, sinks = self.rng.choice([0.0, 0.0, 2.0, 30.0]), self.numbers(self.heads, mean=1.0, dtype=self.either())
         sinks = self.rng.choice([None, None, sinks])
-        out, biases = Value(self.heads * value_size), dict[str, Any]()
+        out, kind, biases = Value(self.heads * value_size), op.Attend, dict[str, Any]()
         if not cap and self.rng.random() < 0.4:
             table = self.memory.copy(torch.randn(self.heads, self.positions).to(self.dtype).float()).numpy()
             flags = {"by_distance": self.rng.random() < 0.5, "rounds_scores": self.rng.random() < 0.5}
-            biases = {"biases": table, **flags}
-        attend = op.Attend(q, out, layer, size, self.key_heads, scaling, cap, sinks, **biases)
+            kind, biases = Alibi, {"biases": table, **flags}
+        attend = kind(q, out, layer, size, self.key_heads, scaling, cap, sinks, **biases)
         return self.products(self.add(attend), width)[0]
 
     def experts(self, x: Value, width: int) -> Value:

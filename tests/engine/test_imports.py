@@ -71,6 +71,7 @@ print(len(BY_SEQUENCE))
 def test_what_is_not_asked_for_is_not_loaded():
     """The package is imported on demand, and a stranger who follows `wrap` and `generate` meets the core alone."""
     bolted_on = [
+        "alibi",
         "around",
         "assisted",
         "biases",

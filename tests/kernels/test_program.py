@@ -202,6 +202,15 @@ def test_a_value_does_not_take_the_place_of_one_that_is_still_read():
     assert relative_error(logits, expected) < 1e-5
 
 
+def test_each_table_of_positions_bounds_a_text():
+    """Of a later embedding, too, as in RoCBert and HRM."""
+    x, y, out, words = Value(32), Value(32), Value(32), torch.randn(9, 32)
+    later = Embed(y, words, of_positions=torch.randn(7, 32), offset=2)
+    made = [Embed(x, words), later, Add(x, out, y), Logits(out, Linear(torch.eye(32)))]
+    assert Program(made).positions == 5
+    assert Program([made[0], made[-1]]).positions is None
+
+
 @random_cases(60)
 @given(
     before=st.lists(st.tuples(st.integers(1, 70), st.booleans()), min_size=1, max_size=6),

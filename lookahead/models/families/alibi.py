@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from lookahead.cpu.alibi import Alibi
 from lookahead.cpu.operations import Value
 from lookahead.models.families.clipped import clipped
 from lookahead.models.families.llama import Llama
@@ -56,7 +57,7 @@ class Bloom(Llama):
         joined, size = self.product(x, attention.query_key_value), attention.head_dim
         q, k, v = (select(self, joined, size, group=3, first=i) for i in range(3))
         attended = self.attend(
-            q, k, v, attention, scaling=attention.inv_norm_factor, biases=self.biases, rounds_scores=True
+            q, k, v, attention, scaling=attention.inv_norm_factor, kind=Alibi, biases=self.biases, rounds_scores=True
         )
         return self.product(attended, attention.dense)
 
@@ -97,7 +98,7 @@ class Mpt(Llama):
         q, k, v = self.products(x, *split(self, attention.Wqkv, x.width, x.width))
         q, k, v = clipped(self, attention.clip_qkv or None, q, k, v)
         attended = self.attend(
-            q, k, v, attention, scaling=attention.softmax_scale, dropout="attn_dropout_p", biases=self.biases,
-            by_distance=True,
+            q, k, v, attention, scaling=attention.softmax_scale, dropout="attn_dropout_p", kind=Alibi,
+            biases=self.biases, by_distance=True,
         )  # fmt: skip
         return self.product(attended, attention.out_proj)

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from transformers.models.falcon import modeling_falcon
 
+from lookahead.cpu.alibi import Alibi
 from lookahead.cpu.operations import Value
 from lookahead.cpu.products import Linear
 from lookahead.models.families.alibi import MOST_POSITIONS
@@ -35,7 +36,7 @@ class Falcon(Llama):
             columns, heads = torch.ones(1, MOST_POSITIONS, dtype=torch.long, device="cpu"), self.inner.num_heads
             biases = modeling_falcon.build_alibi_tensor(columns, heads, dtype=self.model.dtype)[:, 0]
             size = self.inner.config.hidden_size // heads
-            self.biases = {"biases": (biases / math.sqrt(size)).float().numpy()}
+            self.biases = {"kind": Alibi, "biases": (biases / math.sqrt(size)).float().numpy()}
         super().write()
 
     def linear(self, module: Any) -> Linear:

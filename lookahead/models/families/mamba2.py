@@ -8,7 +8,7 @@ from torch import nn
 
 from lookahead.cpu import operations as op
 from lookahead.cpu.operations import Value
-from lookahead.cpu.states import Scan
+from lookahead.cpu.states import GatedNorm, Scan
 from lookahead.models.families.convolutions import convolved
 from lookahead.models.families.experts import mixture
 from lookahead.models.families.llama import Llama
@@ -56,7 +56,7 @@ class Bamba(Llama):
 
     def norm_gated(self, x: Value, gate: Value, norm: Any, size: int, **settings: Any) -> Value:
         weight, epsilon = norm.weight.detach(), norm.variance_epsilon
-        return self._add(op.Norm(x, Value(x.width), weight, epsilon, of_heads=True, size=size, gate=gate, **settings))
+        return self._add(GatedNorm(x, Value(x.width), weight, epsilon, of_heads=True, size=size, gate=gate, **settings))
 
     @property
     def reads_prompts(self) -> bool:

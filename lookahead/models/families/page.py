@@ -228,14 +228,15 @@ class Page:
         sinks: torch.Tensor | None = None,
         layer: int | None = None,
         is_latent: bool = False,
-        **biases: Any,
+        kind: type[op.Attend] = op.Attend,
+        **settings: Any,
     ) -> Value:
         """Append keys and values to the cache, and attend to it.
 
         size, scaling: if attention does not name them as usual. dropout: the name of attention's setting or module of
         it, if it has one. cap: None: scores are not capped. layer: of the cache, if it is not the attention's own.
         Without keys and values, it has them already. is_latent: as for `Attend`, with one head of keys.
-        biases: further settings of `Attend`.
+        kind: of the operation. settings: its further ones.
         """
         if self.reads_prompts and not getattr(attention, "is_causal", True):  # some are never otherwise
             raise UnknownModelError("its attention is not causal")
@@ -250,7 +251,7 @@ class Page:
             self._operations.append(op.Append(k, v, layer, k.width if is_latent else size))
         held = next(one for one in self._operations if isinstance(one, op.Append) and one.layer == layer)
         out = Value(q.width // size * (held.size if is_latent else held.value_size))
-        return self._add(op.Attend(q, out, layer, size, held.heads, scaling, cap or 0.0, sinks, is_latent, **biases))
+        return self._add(kind(q, out, layer, size, held.heads, scaling, cap or 0.0, sinks, is_latent, **settings))
 
     def gate(self, x: Value, activation: Any, by: Value | None = None) -> Value:
         return self._add(op.Gate(x, Value(x.width), self._activation(activation), by))

@@ -28,7 +28,7 @@ def embed_scaled(page: Page, module: Any, suffix: str) -> Value:
 
 
 def qk_norm(page: Page, q: Value, k: Value, attention: Any) -> tuple[Value, Value]:
-    """Norm queries and keys."""
+    """Norm queries and keys, as `Page.norm_heads` does."""
     q = page.norm_heads(q, attention.q_norm, attention.head_dim)
     return q, page.norm_heads(k, attention.k_norm, attention.head_dim)
 
@@ -47,8 +47,10 @@ def select(page: Page, x: Value, size: int, group: int, first: int, taken: int =
 
 
 def times(page: Page, x: Value, by: Value) -> Value:
+    """The product of two values of one width."""
     return page._add(Gate(x, Value(x.width), "identity", by))
 
 
 def scaled(page: Page, x: Value, factor: float) -> Value:
+    """The product of a value and a number."""
     return page._add(Scale(x, Value(x.width), factor))
