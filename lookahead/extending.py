@@ -19,6 +19,7 @@ from lookahead.models.cache import AnyCache, InPlaceLayer, LookaheadCache, copy_
 from lookahead.models.kept import OfModels
 from lookahead.models.layers import read_config
 from lookahead.models.passed_in import bytes_of, can_be_cut, cut, empty_cache
+from lookahead.models.rewinding import can_rewind, part_of, rewind
 from lookahead.models.state import state_of
 from lookahead.passes import stored
 from lookahead.passes.capabilities import can_batch, choose_runner
@@ -72,6 +73,9 @@ __all__ = [  # noqa: RUF022 - by what they are for
     "InPlaceLayer",
     "LookaheadCache",
     "copy_of_cache",
+    "can_rewind",
+    "part_of",
+    "rewind",
     "CACHE",
     "empty_cache",
     "can_be_cut",

@@ -9,6 +9,7 @@ from lookahead.engine.prefill import positions_in
 from lookahead.models.adapter import ModelAdapter
 from lookahead.models.cache import AnyCache, InPlaceLayer, LookaheadCache
 from lookahead.models.passed_in import CountedCache, adopt
+from lookahead.models.rewinding import rewind
 from lookahead.passes.runner import EagerRunner
 
 
@@ -33,7 +34,7 @@ class CallersCache:
     def rewind(self) -> None:
         """Restore its content before the call."""
         if self._adopted is not None:
-            self._adopted.rewind(self._held)
+            rewind(self._adopted, self._held)
 
     def collect(self, places: Mapping[int, int], cache: AnyCache) -> None:
         """Copy sequences that have ended from the cache of the call. places: the place of each in that cache."""

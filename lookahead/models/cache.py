@@ -21,7 +21,6 @@ value before the step, and the next pass computes the accepted tokens again.
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
 from itertools import chain, count, repeat
 from operator import attrgetter, is_, methodcaller
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeVar
@@ -468,37 +467,6 @@ class LookaheadCache(Cache):
         """Whether no layer holds anything."""
         return not any(map(_IS_INITIALIZED, self.in_place)) and not any(map(_TENSORS, self._states))
 
-    @property
-    def can_rewind(self) -> bool:
-        """Whether every layer holds all positions, so not if there are sliding layers or states."""
-        are_full = all(type(layer) is InPlaceLayer for layer in self.in_place)
-        return are_full and not self._with_state and not self._states
-
-    def rewind(self, length: int) -> None:
-        """Crop the full layers of one sequence to ``length`` positions, even after half a pass or half a commit.
-
-        Sliding layers and states cannot be cropped. They do not change, so they must be copies.
-        """
-        for layer in self.in_place:
-            if type(layer) is InPlaceLayer:
-                layer.columns, layer.gaps = length - int(layer.starts[0]), np.zeros(1, np.int64)
-                layer.computed = 0
-
-    @contextmanager
-    def part(self, layers: Sequence[int]) -> Iterator["LookaheadCache"]:
-        """Lend these layers, by index, as the cache of a model that has no others.
-
-        Rows that its passes append are dropped at the end of the block, even after half a pass. Every layer must hold
-        all positions (`can_rewind`), and the block must commit nothing.
-        """
-        lent: list[Any] = [self.layers[index] for index in layers]
-        columns = [layer.columns for layer in lent]
-        try:
-            yield LookaheadCache(lent, list(self.lengths))
-        finally:
-            for layer, count in zip(lent, columns, strict=True):
-                layer.columns, layer.computed = count, 0
-
     def sequence(self, b: int) -> "LookaheadCache":
         """Return a cache of only sequence ``b``, without padding: this one if it holds no other, else a copy."""
         if len(self.lengths) == 1 and self.paddings is None:
@@ -570,17 +538,6 @@ class SeparateCaches:
     def emptied(self) -> LookaheadCache:
         """`LookaheadCache.emptied`, for all sequences together."""
         return self.each[0].emptied()
-
-    @property
-    def can_rewind(self) -> bool:
-        """`LookaheadCache.can_rewind` of all."""
-        return all(cache.can_rewind for cache in self.each)
-
-    @contextmanager
-    def part(self, layers: Sequence[int]) -> Iterator["SeparateCaches"]:
-        """`LookaheadCache.part` of all."""
-        with ExitStack() as stack:
-            yield SeparateCaches([stack.enter_context(cache.part(layers)) for cache in self.each])
 
 
 AnyCache = LookaheadCache | SeparateCaches

@@ -38,11 +38,13 @@ from lookahead.extending import (
     Step,
     average_length,
     can_batch,
+    can_rewind,
     choose_runner,
     context_length,
     draws_at,
     grow,
     lay_out,
+    rewind,
     step_costs,
     synchronize,
     top_k,
@@ -399,10 +401,10 @@ class DraftGuesser(Guesser):
         for b, text in enumerate(texts):
             one, held = self._cache.sequence(b) if self._cache else None, self._held[b]
             shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(held, text[:-1], strict=False)))
-            if one is None or (shared < len(held) and not one.can_rewind):
+            if one is None or (shared < len(held) and not can_rewind(one)):
                 one, shared = self._runner.adapter.make_cache(len(text) + ROOM), 0
             elif shared < len(held):
-                one.rewind(shared)
+                rewind(one, shared)
                 one.lengths = [shared]
             self._runner.settle(one)
             if new := text[shared:-1]:

@@ -32,13 +32,16 @@ from lookahead.extending import (
     UnsupportedModelError,
     attention_implementation,
     can_batch,
+    can_rewind,
     choose_runner,
     context_length,
     copy_of_module,
     device_of,
     lay_out,
+    part_of,
     processor,
     read_config,
+    rewind,
     state_of,
     step_costs,
     stored,
@@ -120,7 +123,7 @@ class LayerSkipGuesser(DraftGuesser):
                 f"this LayerSkipSource was made for another {type(self._source.base).__name__} than the "
                 f"{type(model).__name__} that decodes: make it for the wrapped model"
             )
-        if cache.can_rewind:
+        if can_rewind(cache):
             self._of_call = cache
         else:
             warnings.warn(
@@ -134,7 +137,7 @@ class LayerSkipGuesser(DraftGuesser):
         if self._of_call is None:
             return [GuessTree.empty() for _ in texts]
         try:
-            with self._of_call.part(self._source.kept) as self._cache:
+            with part_of(self._of_call, self._source.kept) as self._cache:
                 return super().propose(texts, limits)
         finally:
             self._cache, self._steps = None, []
@@ -347,7 +350,7 @@ class _Sample:
             logits = runner.prefill(text[None, : starts[-1] + CHUNK], full, logits_to_keep=len(starts) * CHUNK).logits
         parts = [LookaheadCache([copy.copy(layer) for layer in full.layers], [start]) for start in starts]
         for part, start in zip(parts, starts, strict=True):
-            part.rewind(start)
+            rewind(part, start)
         cache = runner.adapter.make_cache(len(text))
         cache.stack(parts)
         chunks = text[starts[0] : starts[-1] + CHUNK].reshape(-1, CHUNK).tolist()
@@ -370,7 +373,7 @@ def _agreement(runner: EagerRunner, samples: list[_Sample], skipped: list[int]) 
     agrees = []
     for sample in samples:
         kept = [index for index in range(len(sample.cache.layers)) if index not in skipped]
-        with torch.no_grad(), sample.cache.part(kept) as cache:
+        with torch.no_grad(), part_of(sample.cache, kept) as cache:
             agrees.append(runner.run(sample.steps, cache).logits.argmax(-1) == sample.said.flatten())
     return torch.cat(agrees).float().mean().item()
 

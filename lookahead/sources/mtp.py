@@ -17,7 +17,15 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from lookahead.extending import InPlaceLayer, LookaheadCache, copy_of_cache, mtp_logits, mtp_model, run_mtp_layer
+from lookahead.extending import (
+    InPlaceLayer,
+    LookaheadCache,
+    copy_of_cache,
+    mtp_logits,
+    mtp_model,
+    rewind,
+    run_mtp_layer,
+)
 from lookahead.sources.checkpoint import depth_of, projection_of
 from lookahead.sources.eagle import EagleSource, Text
 
@@ -93,7 +101,7 @@ class _Layers:
         the root, 0 in the text.
         """
         cached, count = text.cached, len(self._model.layers)
-        cached.cache.rewind(start)
+        rewind(cached.cache, start)
         cached.positions = torch.cat([cached.positions[:start], positions])
         said = self._model.embed_tokens(torch.tensor(tokens, device=self.device)).to(features)
         made: list[torch.Tensor] = []

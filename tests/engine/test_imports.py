@@ -98,6 +98,7 @@ def test_what_is_not_asked_for_is_not_loaded():
         "refusal",
         "refused",
         "report",
+        "rewinding",
         "shapes",
         "sources",
         "stop_strings",
