@@ -7,8 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from ngram_pool import Origin
-
 DECILES = 10
 STAGES = ("guess", "forward", "verify", "commit", "learn")
 
@@ -140,40 +138,18 @@ class Stats:
 
     def as_dict(self) -> dict:
         """Return everything as plain values, for JSON."""
-        numbers = ("calls", "sequences", "steps", "sequence_steps", "tokens", "tokens_per_step", "draft_length",
-                   "acceptance_rate", "guesses", "window_tokens")  # fmt: skip
-        return {
-            "plain": self.plain or None,
-            **{name: getattr(self, name) for name in numbers},
-            "accepted": {origin.name.lower(): 0 for origin in Origin} | dict(self.accepted),
-            "sources": {name: vars(stats) | {"rate": stats.rate} for name, stats in self.sources.items()},
-            "accepted_per_step": {str(n): count for n, count in sorted(self.accepted_per_step.items())},
-            "reliability": [
-                dict(zip(("guesses", "predicted", "observed"), decile, strict=True)) for decile in self.reliability
-            ],
-            "calibration_gap": self.calibration_gap,
-            "prefill_seconds": self.prefill_seconds,
-            "seconds": {stage: self.seconds[stage] for stage in STAGES},
-            "overhead": self.overhead,
-        }
+        from lookahead import figures  # they are counted more often than shown
+
+        return figures.as_dict(self, STAGES)
 
     def by_source(self) -> list[str]:
         """Return a line for each source that has proposed something."""
         return [f"{name}: {source}" for name, source in self.sources.items() if source.proposed]
 
     def __str__(self) -> str:
-        if self.plain:
-            return f"plain decoding: lookahead does not decode {self.plain}"
-        accepted = ", ".join(f"{name} {count}" for name, count in self.as_dict()["accepted"].items())
-        seconds = ", ".join(f"{stage} {1000 * self.seconds[stage] / max(self.steps, 1):.2f}" for stage in STAGES)
-        sources = "".join(f"{line}\n" for line in self.by_source())
-        return (
-            f"{self.tokens} tokens in {self.steps} steps: {self.tokens_per_step:.2f} tokens per step\n"
-            f"draft length {self.draft_length:.1f}, acceptance rate {self.acceptance_rate:.1%}; accepted: {accepted}\n"
-            f"predicted and observed acceptance differ by {self.calibration_gap:.3f}\n"
-            f"{sources}"
-            f"ms a step: {seconds}"
-        )
+        from lookahead import figures  # they are counted more often than shown
+
+        return figures.text(self, STAGES)
 
     def _repr_html_(self) -> str:
         """For notebooks: the page of the trace; without a trace, the text of ``print``."""

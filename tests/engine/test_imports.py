@@ -81,6 +81,7 @@ def test_what_is_not_asked_for_is_not_loaded():
         "convolutions",
         "custom",
         "elementwise",
+        "figures",
         "gguf",
         "graphs",
         "limits",
