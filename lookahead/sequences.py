@@ -15,9 +15,10 @@ from transformers import PreTrainedModel
 from transformers.generation import BaseStreamer
 
 from lookahead.compat.loops import own_loop
-from lookahead.engine.call import Decoding, RecordingStreamer
+from lookahead.engine.call import Decoding
 from lookahead.engine.engine import Lookahead
 from lookahead.engine.loop import decoding
+from lookahead.engine.recording import RecordingStreamer
 from lookahead.guessing.combine import Ledger
 from lookahead.guessing.source import GuessSource
 from lookahead.passes.runner import Output, Pass

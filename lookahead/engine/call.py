@@ -3,7 +3,7 @@
 import time
 from collections.abc import Generator, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -32,6 +32,7 @@ from ngram_pool import GuessTree, Origin
 if TYPE_CHECKING:
     from lookahead.engine.batch_draws import BatchDraws
     from lookahead.engine.callers_cache import CallersCache
+    from lookahead.engine.recording import RecordingStreamer
     from lookahead.guessing.together import Together
 
 ROOM = 4096  # most positions beyond the prompt that a cache allocates at once
@@ -44,22 +45,6 @@ MIN_PROBABILITY_WITH_STATE = 0.2
 
 Decoding = Generator[Pass | None, Output, torch.Tensor | ModelOutput]
 """A running call. Yields each pass of a step and receives its output; yields None between passes of prefills."""
-
-
-class RecordingStreamer(BaseStreamer):
-    """A streamer that also gets the steps of a call."""
-
-    streamer: BaseStreamer | None = None
-    """It also gets the tokens."""
-
-    def begin(self, names: list[str], stats: Stats) -> None:
-        """Called if lookahead decodes the call. names: to count accepted guesses under. stats: of the call."""
-        raise NotImplementedError
-
-    def record(self, length: int, step: Step, tree: GuessTree, path: list[int], emitted: list[int]) -> None:
-        """Called after a step. length: positions committed before it. tree: its guesses. path, emitted: of
-        `Outcome`."""
-        raise NotImplementedError
 
 
 class Call:
@@ -97,7 +82,8 @@ class Call:
 
             sources = sources_with(engine, draft_model)
         self._names = engine.ledger.names
-        self._recorder = streamer if isinstance(streamer, RecordingStreamer) else None
+        records = getattr(type(streamer), "records_steps", False)
+        self._recorder: RecordingStreamer | None = streamer if records else None  # type: ignore[assignment]
         if self._recorder is not None:
             self._recorder.begin(self._names, self.stats)
         resting = engine.ledger.resting(self._new_tokens)
@@ -376,9 +362,10 @@ def _padded(ids: list[torch.Tensor], generation: GenerationConfig) -> torch.Tens
     return torch.cat([torch.nn.functional.pad(group, (0, longest - group.shape[1]), value=pad) for group in ids])
 
 
-def _runs_code_of_users(called: object) -> bool:
+def _runs_code_of_users(called: Any) -> bool:
     """Whether a processor, criterion, streamer or source may run code that is neither ours nor transformers'."""
-    if isinstance(called, RecordingStreamer) and called.streamer is not None and _runs_code_of_users(called.streamer):
+    records = getattr(type(called), "records_steps", False)
+    if records and called.streamer is not None and _runs_code_of_users(called.streamer):
         return True
     module = type(called).__module__
     is_known = goes_by_sequence(called) or isinstance(called, BaseStreamer)

@@ -1,4 +1,4 @@
-"""A record of one call of generate(): what it wrote, and each of its steps."""
+"""What streamers can record of a call of generate(): what it writes, and each of its steps."""
 
 import time
 from collections import Counter
@@ -8,12 +8,29 @@ import numpy as np
 import torch
 from transformers.generation import BaseStreamer
 
-from lookahead.engine.call import RecordingStreamer
 from lookahead.stats import STAGES, Stats
 from lookahead.step import Step
 from ngram_pool import GuessTree
 
 MAX_ROWS = 100_000  # of a whole record; later steps keep only their accepted rows
+
+
+class RecordingStreamer(BaseStreamer):
+    """A streamer that also gets the steps of a call."""
+
+    records_steps = True
+    """By which a call knows it."""
+    streamer: BaseStreamer | None = None
+    """It also gets the tokens."""
+
+    def begin(self, names: list[str], stats: Stats) -> None:
+        """Called if lookahead decodes the call. names: to count accepted guesses under. stats: of the call."""
+        raise NotImplementedError
+
+    def record(self, length: int, step: Step, tree: GuessTree, path: list[int], emitted: list[int]) -> None:
+        """Called after a step. length: positions committed before it. tree: its guesses. path, emitted: of
+        `Outcome`."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
