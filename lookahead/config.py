@@ -31,7 +31,7 @@ class LookaheadConfig:
 
     window_size: int | Literal["auto"] = AUTO
     """W, the columns of the Jacobi window, below MAX_ROWS; 0 turns it off. ``auto``: the window is tried now and then,
-    and used while it pays (`budget.WindowTrials`). No effect with ``jacobi``."""
+    and used while it pays (`budget.Trials`). No effect with ``jacobi``."""
 
     ngram_size: int | Literal["auto"] = AUTO
     """N, the length of the window's n-grams, in 2..MAX_NGRAM_SIZE; the window has N - 1 rows. ``auto``: NGRAM_SIZE for

@@ -10,9 +10,9 @@ from transformers import GenerationConfig, PreTrainedModel
 from lookahead.compat import is_tensor_parallel
 from lookahead.config import AUTO, LookaheadConfig
 from lookahead.guessing.bigrams import new_pool
-from lookahead.guessing.budget import Pace, WindowTrials
+from lookahead.guessing.budget import Pace, Trials
 from lookahead.guessing.combine import Ledger, needs_of
-from lookahead.guessing.jacobi import WindowSource
+from lookahead.guessing.jacobi import WINDOW_SIZES, WindowSource
 from lookahead.guessing.pool import PoolSource
 from lookahead.guessing.source import GuessSource, Needs, can_guess
 from lookahead.models.adapter import ModelAdapter, vocabulary_of
@@ -40,9 +40,9 @@ def default_sources(config: LookaheadConfig) -> list[GuessSource]:
 
         return [JacobiSource(JACOBI_SIZE if config.budget == AUTO else config.budget)]
     if config.window_size == AUTO:
-        trials = WindowTrials(None if config.ngram_size == AUTO else config.ngram_size)
-        return [PoolSource(), WindowSource(0, 0, trials)]
-    return [PoolSource(), WindowSource(config.window_size, config.given_ngram_size)]
+        sizes = [(size, n if config.ngram_size == AUTO else config.ngram_size) for size, n in WINDOW_SIZES]
+        return [PoolSource(), WindowSource(sizes, Trials(len(sizes)))]
+    return [PoolSource(), WindowSource([(config.window_size, config.given_ngram_size)] if config.window_size else [])]
 
 
 @dataclass

@@ -21,7 +21,6 @@ FADE = 0.98  # factor by which each step fades the sums that make up the rate an
 FRUITLESS = 64  # steps without an accepted guess, after which only one of WAKING steps looks for guesses
 WAKING = 4
 PRIOR_CLAIMS = 2.0  # accepted guesses that stand beside the recent ones, so that bad experience fades, too
-WINDOW_SIZES = ((4, 3), (8, 4), (15, 5))  # W and N of the windows to try; the next is tried only if this one pays
 FIRST_PAUSE = 128  # steps before the first trial of a window, and in the first pause
 PAUSE_GROWTH = 8  # a trial that does not pay makes the next pause longer by this factor
 TRIAL_STEPS = 24
@@ -298,21 +297,3 @@ class Trials:
             self._on_trial = False
             self._steps_left = self._pause
         self._earned = self._cost = self._cost_of_calls = 0.0
-
-
-class WindowTrials(Trials):
-    """Finds the Jacobi window whose n-grams gain more than its rows cost. Level k is the k-th of WINDOW_SIZES."""
-
-    def __init__(self, ngram_size: int | None = None):
-        """ngram_size: N of all windows; None: as in WINDOW_SIZES."""
-        super().__init__(len(WINDOW_SIZES))
-        self._sizes = [(size, ngram_size or n) for size, n in WINDOW_SIZES]
-
-    @property
-    def size(self) -> tuple[int, int] | None:
-        """W and N of the current window; None: off."""
-        return self._sizes[self.level - 1] if self.level else None
-
-    @property
-    def largest(self) -> tuple[int, int]:
-        return self._sizes[-1]

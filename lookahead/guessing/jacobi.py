@@ -1,15 +1,18 @@
 """The Jacobi windows of a call, which feed the pool. They are tried now and then, and used while they pay."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lookahead.guessing.budget import WindowTrials
+from lookahead.guessing.budget import Trials
 from lookahead.guessing.source import Batch, Guesser, GuessSource, Limits, Outcome
 from ngram_pool import GuessTree
 
 if TYPE_CHECKING:
     from lookahead.guessing.window import JacobiWindow
+
+WINDOW_SIZES = ((4, 3), (8, 4), (15, 5))  # W and N of the windows to try; the next is tried only if this one pays
 
 
 class WindowSource(GuessSource):
@@ -17,20 +20,24 @@ class WindowSource(GuessSource):
 
     is_free = True
 
-    def __init__(self, size: int, ngram_size: int, trials: WindowTrials | None = None):
-        """size, ngram_size: W and N of all windows, unless ``trials`` choose them."""
-        self._given = (size, ngram_size) if size else None
+    def __init__(self, sizes: Sequence[tuple[int, int]], trials: Trials | None = None):
+        """sizes: W and N of the windows that may be open, the largest last.
+
+        trials: choose one of them, level k the k-th, or none. Without trials, the last is always open.
+        """
+        self._sizes = sizes
         self.trials = trials
 
     @property
     def size(self) -> tuple[int, int] | None:
         """W and N of windows that should be open now; None: no window."""
-        return self.trials.size if self.trials else self._given
+        level = self.trials.level if self.trials else len(self._sizes)
+        return self._sizes[level - 1] if level else None
 
     @property
     def max_rows(self) -> int:
         """Most rows that a window adds to a step."""
-        size, ngram_size = (self.trials.largest if self.trials else self._given) or (0, 1)
+        size, ngram_size = self._sizes[-1] if self._sizes else (0, 1)
         return size * (ngram_size - 1)
 
     def start(self, batch: Batch) -> "Windows":

@@ -12,16 +12,16 @@ from zoo import tiny_model
 
 import lookahead
 from lookahead import GuessSource, LookaheadConfig
+from lookahead.engine.engine import default_sources
 from lookahead.guessing.budget import (
     FIRST_PAUSE,
     FRUITLESS,
     MAX_GUESSES,
     TRIAL_STEPS,
     WAKING,
-    WINDOW_SIZES,
     Pace,
-    WindowTrials,
 )
+from lookahead.guessing.jacobi import WINDOW_SIZES, WindowSource
 from lookahead.passes.costs import RUNGS, StepCosts
 from ngram_pool import GuessTree, Origin
 
@@ -196,17 +196,22 @@ def test_a_text_without_luck_is_the_same(guesses):
         assert sum(source.may[FRUITLESS:-1]) == pytest.approx(2 * FRUITLESS / WAKING, abs=2)
 
 
-def drive(trials: WindowTrials, earns: dict, steps: int) -> list:
+def windows(ngram_size: int | str = "auto") -> WindowSource:
+    """The windows that are chosen by trial."""
+    return default_sources(LookaheadConfig(ngram_size=ngram_size))[1]
+
+
+def drive(source: WindowSource, earns: dict, steps: int) -> list:
     """Sizes that are on in each step, where a window earns ``earns[size]`` a step at a cost of 1."""
     seen = []
     for _ in range(steps):
-        seen.append(trials.size)
-        trials.count(earns.get(trials.size, 0.0), 1.0 if trials.size else 0.0)
+        seen.append(source.size)
+        source.trials.count(earns.get(source.size, 0.0), 1.0 if source.size else 0.0)
     return seen
 
 
 def test_a_window_that_does_not_pay_is_hardly_ever_on():
-    seen = drive(WindowTrials(), {}, 20_000)
+    seen = drive(windows(), {}, 20_000)
     assert sum(size is not None for size in seen) / len(seen) < 0.01
     assert seen[: FIRST_PAUSE + 1] == [None] * FIRST_PAUSE + [WINDOW_SIZES[0]]
 
@@ -214,16 +219,16 @@ def test_a_window_that_does_not_pay_is_hardly_ever_on():
 @pytest.mark.parametrize("best", range(len(WINDOW_SIZES)))
 def test_the_largest_window_that_pays_is_kept(best):
     earns = {size: 2.0 if number <= best else 0.5 for number, size in enumerate(WINDOW_SIZES)}
-    seen = drive(WindowTrials(), earns, 30_000)
+    seen = drive(windows(), earns, 30_000)
     assert sum(size == WINDOW_SIZES[best] for size in seen) / len(seen) > 0.9
 
 
 def test_a_window_that_ceases_to_pay_is_dropped():
-    trials = WindowTrials(ngram_size=3)
-    seen = drive(trials, {(4, 3): 2.0}, 3000)
+    source = windows(ngram_size=3)
+    seen = drive(source, {(4, 3): 2.0}, 3000)
     assert {size for size in seen if size} <= {(4, 3), (8, 3)}
-    assert (4, 3) in drive(trials, {(4, 3): 2.0}, 100)
-    seen = drive(trials, {}, 30_000)
+    assert (4, 3) in drive(source, {(4, 3): 2.0}, 100)
+    seen = drive(source, {}, 30_000)
     assert seen[-1] is None
     assert sum(size is not None for size in seen[-10_000:]) < 10 * TRIAL_STEPS
 

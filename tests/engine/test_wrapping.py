@@ -20,7 +20,7 @@ from zoo import tiny_model
 import lookahead
 from lookahead import LookaheadConfig, NgramPool, compat
 from lookahead.cpu import choice, native, products
-from lookahead.guessing.budget import TRIAL_STEPS, WindowTrials
+from lookahead.guessing.budget import TRIAL_STEPS, Trials
 from lookahead.models import kept
 from lookahead.models.state import state_of
 from lookahead.passes import probe, verdicts
@@ -109,7 +109,7 @@ def test_threads_end_each_trial_of_a_window_once():
             threading.Event().wait(0.0005)
             return Slow(int(self) - other)
 
-    trials = WindowTrials()
+    trials = Trials(1)
     steps = 4 * TRIAL_STEPS
     trials._steps_left = Slow(steps)
     threads = [threading.Thread(target=lambda: [trials.count(0, 0.0) for _ in range(steps // 4)]) for _ in range(4)]
@@ -117,7 +117,7 @@ def test_threads_end_each_trial_of_a_window_once():
         thread.start()
     for thread in threads:
         thread.join()
-    assert trials.size is not None, "the pause is over, and a window is on trial"
+    assert trials.level > 0, "the pause is over, and a window is on trial"
     assert trials._steps_left == TRIAL_STEPS
 
 
