@@ -27,7 +27,7 @@ from lookahead.models.state import state_of
 from lookahead.passes.runner import Company, Output, Pass, looked_through
 from lookahead.stats import DECILES, STAGES, Stats
 from lookahead.step import MAX_DEPTH, Step, lay_out
-from ngram_pool import GuessTree, Origin
+from ngram_pool import GuessTree
 
 if TYPE_CHECKING:
     from lookahead.engine.batch_draws import BatchDraws
@@ -273,18 +273,12 @@ class Call:
         paid, length = self._asked.paid_seconds, self._length
         self._budget.count(chosen, outcome, length, paid, self._rests, self._company)
         if self._trials and self._budget.pace:
-            is_open = self._trials.level > 0
-            self._trials.count(*(self._window_earned(outcome, chosen, length) if is_open else (0, 0.0)))
+            earned, cost = 0, 0.0
+            if self._trials.level > 0:
+                from lookahead.guessing.window import earned_and_paid  # most of the time, none is open
 
-    def _window_earned(self, outcome: Outcome, chosen: list[GuessTree], length: int) -> tuple[int, float]:
-        """Return the accepted tokens of the window's n-grams, and what its rows cost, in tokens."""
-        assert self._budget.pace is not None
-        fewer = self._budget.rows(chosen, 0)
-        earned = sum(
-            int(np.count_nonzero(tree.sources[np.array(path[1:], np.int64) - 1] == Origin.JACOBI))
-            for tree, path in zip(chosen, outcome.paths, strict=True)
-        )
-        return earned, self._budget.pace.price(len(outcome.logits), fewer, length, len(chosen))
+                earned, cost = earned_and_paid(self._budget, outcome, chosen, length)
+            self._trials.count(earned, cost)
 
     def _count(self, outcome: Outcome, chosen: list[GuessTree], times: list[float]) -> None:
         """Add the emitted tokens to the texts, and the step to the statistics and to the costs of steps."""

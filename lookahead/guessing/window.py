@@ -9,6 +9,10 @@ n-gram in each column, and the oldest row is dropped.
 
 import numpy as np
 
+from lookahead.guessing.budget import Budget
+from lookahead.guessing.source import Outcome
+from ngram_pool import GuessTree, Origin
+
 
 class JacobiWindow:
     """W columns (at least 1) by up to N-1 rows of guessed tokens."""
@@ -44,3 +48,17 @@ class JacobiWindow:
 
     def _draw(self, count: int) -> np.ndarray:
         return self._random.choice(self._seed_tokens, count)
+
+
+def earned_and_paid(budget: Budget, outcome: Outcome, chosen: list[GuessTree], length: int) -> tuple[int, float]:
+    """Return the accepted tokens of the windows' n-grams in a step, and what the windows' rows cost, in tokens.
+
+    budget: with a pace. chosen: the guesses that were verified. length: as for `Pace.choose`.
+    """
+    assert budget.pace is not None
+    fewer = budget.rows(chosen, 0)
+    earned = sum(
+        int(np.count_nonzero(tree.sources[np.array(path[1:], np.int64) - 1] == Origin.JACOBI))
+        for tree, path in zip(chosen, outcome.paths, strict=True)
+    )
+    return earned, budget.pace.price(len(outcome.logits), fewer, length, len(chosen))
