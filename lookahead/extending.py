@@ -26,6 +26,7 @@ from lookahead.passes.capabilities import can_batch, choose_runner
 from lookahead.passes.costs import StepCosts, step_costs
 from lookahead.passes.environment import processor
 from lookahead.passes.measuring import synchronize, time_passes
+from lookahead.passes.replaying import settle
 from lookahead.passes.runner import EagerRunner
 from lookahead.stats import Stats
 from lookahead.step import Step, grow, lay_out
@@ -91,4 +92,5 @@ __all__ = [  # noqa: RUF022 - by what they are for
     # What was found out about a model, for later processes.
     "stored",
     "EagerRunner",
+    "settle",
 ]

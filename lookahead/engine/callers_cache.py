@@ -10,6 +10,7 @@ from lookahead.models.adapter import ModelAdapter
 from lookahead.models.cache import AnyCache, InPlaceLayer, LookaheadCache
 from lookahead.models.passed_in import CountedCache, adopt
 from lookahead.models.rewinding import rewind
+from lookahead.passes.replaying import settle
 from lookahead.passes.runner import EagerRunner
 
 
@@ -58,7 +59,7 @@ class CallersCache:
         if len(caches) > 1 or paddings[0]:
             joined = joined.emptied()
             joined.stack(caches, paddings)
-        runner.settle(joined)
+        settle(runner, joined)
         for layer in joined.in_place:  # it was made for the longest text that the call might have written
             layer.give_back_room()
         self._theirs.layers = joined.layers

@@ -119,7 +119,8 @@ class NextTokenRule:
         draws: what draws the tokens, or those of each sequence; default: torch's own generator, for all.
         """
         self._ids = ids
-        self._width = ids.shape[1]
+        self.width = ids.shape[1]
+        """Columns of the prompts."""
         self.new: list[int] = []
         """The emitted tokens of a single sequence, of which `_ids` may lack the last ones."""
         self.scores: tuple[torch.Tensor, ...] | None = () if settings.keep_scores else None
@@ -158,19 +159,14 @@ class NextTokenRule:
         return _ends(self.criteria) if self._asks else None
 
     @property
-    def is_at_start(self) -> bool:
-        """Whether no token has been emitted."""
-        return self.ids.shape[1] == self._width
-
-    @property
     def length(self) -> int:
         """Of the prompt and the text of a single sequence."""
-        return self._width + len(self.new)
+        return self.width + len(self.new)
 
     @property
     def ids(self) -> torch.Tensor:
         """Prompts and emitted tokens, int64 [sequences, n]."""
-        if missing := self.new[self._ids.shape[1] - self._width :]:
+        if missing := self.new[self._ids.shape[1] - self.width :]:
             # Of the prompt's ids, which may be narrower, and these, torch makes int64.
             self._ids = torch.cat([self._ids, torch.tensor([missing], device=self._ids.device)], dim=-1)
         return self._ids
@@ -226,7 +222,7 @@ class NextTokenRule:
 
             return record(self, token)
         self.new.append(token)
-        is_over = token in ends.tokens or self._width + len(self.new) >= ends.length
+        is_over = token in ends.tokens or self.width + len(self.new) >= ends.length
         for criterion in ends.own:  # all of them, for they may note what they see
             is_over |= criterion.ends(self.new)
         for tokens, asked in ends.asked:

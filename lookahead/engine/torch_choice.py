@@ -22,7 +22,7 @@ def emit(rule: NextTokenRule, logits: torch.Tensor, changed: torch.Tensor | None
     settings = rule.settings
     raw = _with_ended(rule, logits.to(dtype=torch.float32, device=rule.ids.device, copy=True))
     scores, done = (raw, 0) if changed is None or rule.choice is None else (changed, len(rule.choice[0]))
-    if rule.is_at_start:  # inspects signatures, which takes as long as some processors, so only once
+    if rule.ids.shape[1] == rule.width:  # once alone: it inspects signatures, which takes as long as some processors
         scores = LogitsProcessorList(rule.processors[done:])(rule.ids, scores)  # type: ignore[arg-type]  # of int64
     else:
         for processor in rule.processors[done:]:

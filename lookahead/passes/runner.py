@@ -24,8 +24,7 @@ from lookahead.cpu import products
 from lookahead.decoding_pass import DecodingPass
 from lookahead.models.adapter import ModelAdapter, device_of
 from lookahead.models.cache import AnyCache, LookaheadCache, SeparateCaches
-from lookahead.step import Step, lay_out, pad, to_device
-from ngram_pool import GuessTree
+from lookahead.step import Step, pad, to_device
 
 if TYPE_CHECKING:
     from lookahead.models.biases import Places
@@ -215,15 +214,6 @@ class EagerRunner:
         cache.lengths = [length]
         hidden = {i: _of_tokens(output.hidden_states[i])[0] for i in self.requested}
         return Output(output.logits[0, -logits_to_keep:], hidden)
-
-    def settle(self, cache: LookaheadCache) -> None:
-        """Compute the tokens in ``cache.replay``, so that the cache holds all accepted tokens."""
-        if cache.replay:
-            last = cache.replay.pop()
-            cache.lengths[0] -= 1
-            step = lay_out(last, GuessTree.empty())
-            self.run([step], cache)
-            cache.commit([step], [[0]])
 
     @contextmanager
     def _in_pass(self, forest: "Forest | None" = None, places: "Places | None" = None) -> Iterator[None]:

@@ -45,6 +45,7 @@ from lookahead.extending import (
     grow,
     lay_out,
     rewind,
+    settle,
     step_costs,
     synchronize,
     top_k,
@@ -406,7 +407,7 @@ class DraftGuesser(Guesser):
             elif shared < len(held):
                 rewind(one, shared)
                 one.lengths = [shared]
-            self._runner.settle(one)
+            settle(self._runner, one)
             if new := text[shared:-1]:
                 count = max(self._inner.needs.prompt_logits, 1)
                 output = self._runner.prefill(torch.tensor([new], device="cpu"), one, logits_to_keep=count)

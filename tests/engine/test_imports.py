@@ -98,6 +98,7 @@ def test_what_is_not_asked_for_is_not_loaded():
         "recurrence",
         "refusal",
         "refused",
+        "replaying",
         "report",
         "rewinding",
         "shapes",
