@@ -73,8 +73,6 @@ __all__ = ["DEMO_MODEL", *_HOMES]
 
 
 def __getattr__(name: str) -> object:
-    if name == "Source":  # its name until it was told from sources of guesses
-        name = "Origin"
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = value = getattr(import_module(_HOMES[name]), name)

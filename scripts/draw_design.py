@@ -180,7 +180,7 @@ def budget() -> str:
     counts = np.arange(len(tree) + 1)
     ranked = tree.probabilities[tree.ranking]
     tokens = 1 + np.concatenate([[0.0], np.cumsum(ranked)])
-    costs = pace.rate() * pace.costs.of_step(1 + counts, 0)
+    costs = pace.rate() * (pace.costs(1 + counts, 0) + pace.costs.between(1 + counts))
     (chosen,) = pace.choose([tree], 0, 0)
     left, bottom, wide = 80, 300, 34
 

@@ -11,7 +11,6 @@ from lookahead.compat import multinomial_is_race
 from lookahead.cpu import native
 from lookahead.cpu.top_k import MAX_COUNT
 
-MAX_TOP_K = MAX_COUNT
 STATE_BYTES = 5056  # of torch's generator on the CPU: a Mersenne Twister, and a normal variate kept for later
 _TRIED = 4099  # variates
 _WARP = [ctypes.c_float, ctypes.c_long, ctypes.c_double, ctypes.c_double]
@@ -26,7 +25,7 @@ class Warp(NamedTuple):
 
     temperature: float = 1.0
     top_k: int = 0
-    """Up to MAX_TOP_K. 0: all tokens are left."""
+    """Up to MAX_COUNT. 0: all tokens are left."""
     top_p: float = 1.0
     min_p: float = 0.0
 
@@ -50,7 +49,7 @@ def drawn(logits: torch.Tensor, variates: np.ndarray, warp: Warp, row: int = 0) 
     logits, row: as for `argmax`. variates: float32 [vocabulary], contiguous, as `draw` makes them. None, too, for
     variates of another number of tokens, as after a processor that has changed the number of scores.
     """
-    if len(variates) != logits.shape[-1] or warp.top_k > MAX_TOP_K:
+    if len(variates) != logits.shape[-1] or warp.top_k > MAX_COUNT:
         return None
     return _choose(logits, row, variates.ctypes.data, warp)
 

@@ -23,14 +23,12 @@ class Race:
     processor, has used or seeded it in the meantime, the variates drawn ahead are dropped.
     """
 
-    def __init__(self, generator: torch.Generator | None, vocabulary: int = 0):
-        """generator: on the CPU; None: torch's own. vocabulary: 0: that of the first logits."""
+    def __init__(self, generator: torch.Generator | None):
+        """generator: on the CPU; None: torch's own."""
         self.generator = torch.default_generator if generator is None else generator
-        self.vocabulary = 0
+        self.vocabulary = 0  # until the first logits
         self._states = [self.generator.get_state()]
         """The generator's state before each known draw, and before the next one."""
-        if vocabulary:
-            self._allocate(vocabulary)
 
     def _allocate(self, vocabulary: int) -> None:
         # The known variates are the rows from `_first` on, those of the next token first. If there is no free row after

@@ -23,6 +23,7 @@ from transformers.generation import (
 
 from lookahead.cpu import choice
 from lookahead.cpu.choice import Warp
+from lookahead.cpu.top_k import MAX_COUNT
 from lookahead.engine.draws import KNOWN_DRAWS, Race
 from lookahead.models.origin import is_wholly_own
 from lookahead.passes.runner import Output
@@ -298,7 +299,7 @@ def _warp_of(processors: Sequence[LogitsProcessor]) -> Warp | None:
     if not (is_usual and drops and keeps_one):
         return None
     warp = Warp(**{name: getattr(processor, name) for name, processor in zip(names, processors, strict=True)})
-    return warp if warp.top_k <= choice.MAX_TOP_K else None
+    return warp if warp.top_k <= MAX_COUNT else None
 
 
 def _choice_of(processors: LogitsProcessorList, draws: bool) -> "tuple[list[LogitsProcessor | Hide], Warp]":

@@ -42,7 +42,7 @@ class Pace:
     def __init__(self, costs: StepCosts):
         self.costs = costs
         self._lock = Lock()
-        self._tokens, self._seconds = 1.0, float(costs.of_step(1, 0))  # the rate of plain decoding
+        self._tokens, self._seconds = 1.0, self._of_step(1, 0, 1)  # the rate of plain decoding
         self._claimed = self._accepted = 0.0
         self._fruitless = 0  # steps since a guess was accepted
         self._until_doubt = DOUBT_PAUSE
@@ -124,7 +124,7 @@ class Pace:
         return prices if prices is not None and most < len(prices.passes) else self.costs.priced(most)
 
     def _of_step(self, rows: int, length: int, sequences: int) -> float:
-        """`StepCosts.of_step` as a plain number."""
+        """Return the seconds of a whole step: its pass, and the code between passes. Arguments as for `count`."""
         prices = self._prices(rows)
         per_length = sequences * prices.per_position + (rows - sequences) * prices.per_position_and_row
         return prices.passes[rows] + length * per_length + prices.overhead + prices.overhead_per_row * (rows - 1)

@@ -92,10 +92,6 @@ class StepCosts:
             base = base + slope * np.maximum(rows - RUNGS[-1], 0)
         return base
 
-    def of_step(self, rows: np.ndarray | int, length: np.ndarray | int, sequences: int = 1) -> np.ndarray:
-        """Return the seconds of whole steps: passes, and the code between them."""
-        return self(rows, length, sequences) + self.between(rows)
-
     def between(self, rows: np.ndarray | int) -> np.ndarray | float:
         """Return the seconds of steps outside of their passes."""
         return self.overhead + self.overhead_per_row * (rows - 1)

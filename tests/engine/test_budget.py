@@ -57,7 +57,7 @@ def test_the_chosen_budget_is_the_best(trees, seconds, length, window_rows, toke
     def worth(counts: list[int]) -> float:
         gained = sum(sum(sorted(tree, reverse=True)[:n]) for tree, n in zip(trees, counts, strict=True))
         rows = len(trees) * (1 + window_rows) + (sum(counts) if is_ragged else len(trees) * max(counts))
-        return gained - pace.rate() * float(pace.costs.of_step(rows, length, len(trees)))
+        return gained - pace.rate() * float(pace.costs(rows, length, len(trees)) + pace.costs.between(rows))
 
     chosen = pace.choose([tree_of(tree) for tree in trees], length, window_rows, is_ragged)
     every = [[n] * len(trees) for n in range(max(map(len, trees)) + 1)]

@@ -48,6 +48,13 @@ warps = st.builds(
 )
 
 
+def race_of(generator, vocabulary):
+    """A race whose draws can be asked for before the first logits."""
+    race = Race(generator)
+    race._allocate(vocabulary)
+    return race
+
+
 def processors_of(warp):
     """transformers' processors that do the same."""
     found = LogitsProcessorList()
@@ -81,7 +88,7 @@ def test_a_race_is_multinomial(vocabulary, seed, actions, own, warp, dtype):
     plain = torch.Generator().manual_seed(seed)
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed) if own else None
-    race = Race(generator, vocabulary)
+    race = race_of(generator, vocabulary)
     generator = generator or torch.default_generator
     known = None
     for count, (action, number) in enumerate(actions):
@@ -159,7 +166,7 @@ WARPS = Warp(), Warp(0.7), Warp(1.3, 50), Warp(0.7, 0, 0.9), Warp(1.0, 40, 0.6),
 def test_torch_is_seldom_needed(warp, dtype):
     """And what is certain is what torch draws."""
     plain, generator = torch.Generator().manual_seed(1), torch.Generator().manual_seed(1)
-    race, unsure = Race(generator, 2000), 0
+    race, unsure = Race(generator), 0
     for seed in range(300):
         logits = (3 * torch.randn(2000, generator=torch.Generator().manual_seed(seed))).to(dtype)
         expected, token = drawn_by_torch(logits, warp, plain), race.choose(logits, warp)
@@ -181,7 +188,7 @@ def test_logits_that_leave_no_choice_or_an_equal_one(values, warp, seed):
     """With equal logits, it is torch that knows which of them top-p drops. With a NaN, it is torch that complains."""
     logits = torch.tensor(values)
     plain, generator = torch.Generator().manual_seed(seed), torch.Generator().manual_seed(seed)
-    token = Race(generator, len(logits)).choose(logits, warp)
+    token = Race(generator).choose(logits, warp)
     if torch.isfinite(logits.max()):
         assert token in (None, drawn_by_torch(logits, warp, plain))
     else:
@@ -265,7 +272,7 @@ def test_threads_that_share_a_generator_draw_different_numbers():
     logits, draws, threads = torch.zeros(2003), 200, 4
 
     def choose():
-        race = Race(generator, len(logits))
+        race = Race(generator)
         for _ in range(draws):
             assert race.choose(logits, Warp()) is not None
 
