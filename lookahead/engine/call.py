@@ -82,7 +82,7 @@ class Call:
 
             sources = sources_with(engine, draft_model)
         self._names = engine.ledger.names
-        records = getattr(type(streamer), "records_steps", False)
+        records = getattr(type(streamer), "records_steps", False)  # few calls need to import the class
         self._recorder: RecordingStreamer | None = streamer if records else None  # type: ignore[assignment]
         if self._recorder is not None:
             self._recorder.begin(self._names, self.stats)
