@@ -40,13 +40,13 @@ class Sequences:
 
     def __init__(self, model: PreTrainedModel):
         """Raises TypeError if the model is not wrapped."""
-        if not isinstance(getattr(model, "lookahead", None), Lookahead):
-            raise TypeError(f"{type(model).__name__} is not wrapped: call lookahead.wrap(model) first")
+        engine_of(model)
         self._model = model
         self._submitted: deque[_Text] = deque()
         self._texts: list[_Text] = []  # running texts, in their order
         self._canceled: deque[Future] = deque()
-        self._ledgers: dict[tuple[type, ...], Ledger] = {}  # gains of texts' own sources, by their classes
+        # Gains of texts' own sources, by the engine's sources and the classes of theirs.
+        self._ledgers: dict[tuple[object, ...], Ledger] = {}
         self._seconds = 0.0  # of the last step
         self._stepping = threading.Lock()
 
@@ -73,15 +73,25 @@ class Sequences:
         options: other arguments of `generate`. With ``prefill_chunk_size``, a step prefills this many tokens of a
             prompt, so that a long prompt does not block the other texts; by default, it prefills a whole prompt.
 
-        Raises ValueError for ``custom_generate`` and ``assistant_model``. If the model's own decoding serves a text
-        (`Lookahead.report`), it is written in one step.
+        Raises ValueError for ``custom_generate`` and ``assistant_model``, and for a seed that torch does not take.
+        Raises TypeError for other arguments of a wrong type, and if the model has been unwrapped. If the model's own
+        decoding serves a text (`Lookahead.report`), it is written in one step; several texts that begin together are
+        then sampled together, after ``seed``.
         """
         for name in ("custom_generate", "assistant_model"):
             if options.get(name) is not None:
                 raise ValueError(
                     f"a text that is submitted takes no {name}: give a source of guesses, or call generate()"
                 )
-        seed = int(torch.randint(2**62, (), device="cpu")) if seed is None else seed
+        engine_of(self._model)
+        if not (isinstance(input_ids, torch.Tensor) and input_ids.ndim == 2):
+            raise TypeError(f"input_ids={input_ids!r:.80} must be a tensor [texts, n]")
+        if not isinstance(streamer, BaseStreamer | None):
+            raise TypeError(f"streamer={streamer!r:.80} must be a streamer, such as TextIteratorStreamer")
+        if seed is None:
+            seed = int(torch.randint(2**62, (), device="cpu"))
+        if not (isinstance(seed, int) and -(2**63) <= seed < 2**64):
+            raise ValueError(f"seed={seed!r} must be a whole number in -2**63..2**64-1")
         sources = [source] if isinstance(source, GuessSource) else list(source)
         begin = partial(self._begin, input_ids, seed, sources, streamer, options)
         self._submitted.append(text := _Text(begin))
@@ -177,7 +187,7 @@ class Sequences:
         engine, model = engine_of(self._model), self._model
         own = engine
         if sources:
-            kind = tuple(map(type, sources))
+            kind = (*engine.sources, *map(type, sources))
             own = replace(engine, source=[*engine.sources, *sources], stats=Stats(), last=Stats())
             own.ledger = self._ledgers.setdefault(kind, own.ledger)
 

@@ -9,7 +9,7 @@ from transformers import GenerationMixin, PreTrainedModel
 from lookahead.compat import is_compiled_wrapper
 from lookahead.config import LookaheadConfig
 from lookahead.engine import loop
-from lookahead.engine.engine import Lookahead
+from lookahead.engine.engine import Lookahead, check_settings
 from lookahead.guessing.bigrams import new_pool
 from lookahead.guessing.source import GuessSource
 from lookahead.models.state import forget, state_of
@@ -55,8 +55,11 @@ def _engine(model: PreTrainedModel) -> Lookahead | None:
 
 
 def engine_of(model: PreTrainedModel) -> Lookahead:
-    """The engine of a wrapped model."""
-    return model.lookahead  # type: ignore[return-value]  # neither a Tensor nor a module
+    """The engine of a wrapped model. Raises TypeError for a model that is not wrapped."""
+    engine = getattr(model, "lookahead", None)
+    if not isinstance(engine, Lookahead):
+        raise TypeError(f"{type(model).__name__} is not wrapped: call lookahead.wrap(model) first")
+    return engine
 
 
 def _own_method(model: PreTrainedModel, name: str) -> Callable:
@@ -107,8 +110,9 @@ def wrap(
     source: one `GuessSource`, or several, whose guesses make one tree; default: the pool and its Jacobi window. In a
         list, `PoolSource()` stands for the pool.
 
-    Raises TypeError if ``model`` cannot generate. Raises UnsupportedModelError, which names the layer, if lookahead
-    would change the model's text. Raises RuntimeError while the model decodes in any thread.
+    Raises TypeError if ``model`` cannot generate, and for other arguments of a wrong type. Raises
+    UnsupportedModelError, which names the layer, if lookahead would change the model's text. Raises RuntimeError while
+    the model decodes in any thread.
     """
     if hasattr(model, "get_base_model"):
         wrap(model.get_base_model(), config, pool, source)  # type: ignore[operator]  # a method
@@ -123,6 +127,7 @@ def wrap(
             f"lookahead.wrap takes a Hugging Face model with generate(), such as AutoModelForCausalLM loads, not "
             f"{type(model).__module__}.{type(model).__qualname__}"
         )
+    check_settings(config, pool)
     if isinstance(model, LookaheadMixin):
         before = after = model.lookahead
         if config is not None or source is not None:

@@ -9,7 +9,7 @@ from transformers.utils import ModelOutput
 
 from lookahead.compat.loops import own_loop
 from lookahead.config import LookaheadConfig
-from lookahead.engine.engine import Lookahead
+from lookahead.engine.engine import Lookahead, check_settings
 from lookahead.engine.loop import run
 from lookahead.guessing.bigrams import new_pool
 from lookahead.guessing.source import GuessSource
@@ -44,6 +44,7 @@ def decode(
             f"custom_generate=lookahead.decode does not search with beams (num_beams={generation_config.num_beams}): "
             "call generate() without it"
         )
+    check_settings(lookahead_config, pool)
     config = lookahead_config or LookaheadConfig()
     engine = Lookahead(config, pool if pool is not None else new_pool(model, config), source)
     return run(

@@ -45,6 +45,14 @@ def default_sources(config: LookaheadConfig) -> list[GuessSource]:
     return [PoolSource(), WindowSource([(config.window_size, config.given_ngram_size)] if config.window_size else [])]
 
 
+def check_settings(config: object, pool: object) -> None:
+    """Raise TypeError for what is no setting of a wrap, or no pool. Each may be None."""
+    if not isinstance(config, LookaheadConfig | None):
+        raise TypeError(f"config={config!r:.80} must be a LookaheadConfig, such as LookaheadConfig(budget=8)")
+    if not isinstance(pool, NgramPool | None):
+        raise TypeError(f"pool={pool!r:.80} must be an NgramPool: NgramPool.load(path) reads one from a file")
+
+
 @dataclass
 class Lookahead:
     """The engine of a wrapped model, ``model.lookahead``."""
@@ -89,6 +97,8 @@ class Lookahead:
                     f"source={source!r} is no source of guesses: give an object of a class that is derived from "
                     "lookahead.GuessSource and defines propose(texts, limits), or start(batch)"
                 )
+            if not isinstance(source.needs, Needs):
+                raise TypeError(f"{type(source).__name__}.needs={source.needs!r:.80} must be a lookahead.Needs")
         if not self.sources:
             raise ValueError("source=[] holds no source of guesses: leave it out for the n-gram pool")
         self.ledger = Ledger(self.sources)

@@ -18,8 +18,8 @@ KNOWN_ARGUMENTS = {
     "tokenizer", "use_cache",
 }  # fmt: skip
 
-# Settings by which attention may change at some length, besides windows and rotary embeddings.
-LIMITING = "attn_temperature_tuning", "index_topk", "keep_window_size"
+# Settings by which attention may change at some length (`limits`), besides windows and rotary embeddings.
+LIMITING = {"attn_temperature_tuning", "index_topk", "keep_window_size"}
 
 # What the loop of generate() chooses tokens by, besides processors and criteria: where it stands, and its name there.
 CHOOSING = (
@@ -124,7 +124,7 @@ def why_plain(
         if (reason := why_not_from(positions, hiding, held, len(ids), length, generation)) is not None:
             return reason
     stop = length + generation.max_length - ids.shape[1]
-    is_limited = adapter.sees_all_up_to is not None or any(hasattr(adapter.config, name) for name in LIMITING)
+    is_limited = adapter.sees_all_up_to is not None or not LIMITING.isdisjoint(vars(adapter.config))
     if is_limited or changes_rope(model):
         from lookahead.engine.limits import why_plain as why_not_at  # other models decode alike at any length
 

@@ -94,9 +94,9 @@ def prefill(
             yield
         one = cache or runner.adapter.make_cache(prompt.new.shape[1] + of_each)
         output = yield from _read(runner, prompt.new, one, portion, logits_to_keep)
+        last.append(output.logits[-1].clone())  # before sources get the logits, to which they may write
         source.observe_prompt(prompt.text, output.logits, output.hidden_states)
         caches.append(one)
-        last.append(output.logits[-1].clone())
     longest = max(prompt.new.shape[1] for prompt in prompts)
     return runner.join(caches, longest + room), torch.stack(last)
 

@@ -17,5 +17,5 @@ def draws_at(known: Sequence[np.ndarray | None], depths: list[list[int]], vocabu
     for rows, draws, by_row in zip(found, known, depths, strict=True):
         for row, depth in zip(rows, by_row, strict=True):
             if draws is not None and depth < len(draws):
-                row[: draws.shape[1]] = torch.from_numpy(draws[depth, :vocabulary])
+                row.numpy()[: draws.shape[1]] = draws[depth, :vocabulary]  # which may be read-only
     return found

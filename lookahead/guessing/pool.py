@@ -24,7 +24,9 @@ class PoolSource(GuessSource):
     is_calibrated = True  # the pool calibrates itself in each step
 
     def __init__(self, pool: NgramPool | None = None):
-        """pool: the wrap's pool by default."""
+        """pool: the wrap's pool by default. Raises TypeError for what is no pool."""
+        if not isinstance(pool, NgramPool | None):
+            raise TypeError(f"pool={pool!r:.80} must be an NgramPool: NgramPool.load(path) reads one from a file")
         self._given = pool
 
     def start(self, batch: Batch) -> "PoolGuesser":

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from lookahead.extending import (
@@ -185,7 +186,7 @@ class Draft:
         """
         computed = self.rows[self.root.row + 1 : self.computed]
         chances = sorted((node.chance for node in (*computed, *guesses)), reverse=True)
-        least = chances[limits.guesses - 1] if len(chances) >= limits.guesses else 0.0
+        least = chances[limits.guesses - 1] if 0 < limits.guesses <= len(chances) else 0.0
         kept = [guess for guess in guesses if guess.chance > max(least, limits.min_probability)]
         if can_branch and not limits.is_chain:
             return kept
@@ -258,7 +259,9 @@ class DraftModelSource(GuessSource):
 
     def __init__(self, model: PreTrainedModel, config: LookaheadConfig | None = None):
         """config: for a draft model that is not wrapped: how to run its passes (`cpu_kernels`, `pack_weights`), and the
-        memory of its pool."""
+        memory of its pool. Raises TypeError if ``model`` is no model."""
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"DraftModelSource takes a model, not {model!r:.80}: load it, as by from_pretrained")
         self._given = model
         self._config = config or LookaheadConfig()
 
@@ -295,7 +298,19 @@ class DraftModelSource(GuessSource):
             return _inner.get(self.model) or _inner.setdefault(self.model, _Inner(self._config.pool_memory_mb))
         if engine.needs.hidden_states:
             raise ValueError("a draft model's own sources cannot use hidden states: wrap the draft model without heads")
+        self._check_path([])
         return engine
+
+    def _check_path(self, users: list[PreTrainedModel]) -> None:
+        """Raise ValueError if the draft model needs itself to draft. users: the models that need it."""
+        if any(self._given is user for user in users):
+            raise ValueError(
+                f"{type(self._given).__name__} drafts for itself, because its own sources lead to it: wrap it with "
+                "other sources, or draft with another model"
+            )
+        for source in getattr(vars(self._given).get("lookahead"), "sources", ()):
+            if isinstance(source, DraftModelSource):
+                source._check_path([*users, self._given])
 
     def start(self, batch: Batch) -> "DraftGuesser":
         return DraftGuesser(self, batch)
@@ -386,12 +401,13 @@ class DraftGuesser(Guesser):
         lacking = [text[len(held) :] for text, held in zip(texts, self._held, strict=True)]
         if any(len(text) < 2 or len(text) + 2 * MAX_ROWS > context for text in texts):
             return False
-        if any(token >= self._vocabulary for new in lacking for token in new):
-            return False
         is_close = all(
             len(new) in range(1, MAX_LACKING + 1) and text[: len(held)] == held
             for text, held, new in zip(texts, self._held, lacking, strict=True)
         )
+        # Another text than before, as that of a draft model's own draft model, may have other tokens anywhere.
+        if any(token >= self._vocabulary for new in (lacking if is_close else texts) for token in new):
+            return False
         if self._cache is None or not is_close:
             self._read(texts)
         return True

@@ -31,7 +31,7 @@ class RetrievalSource(GuessSource):
 
     def __init__(self, texts: Iterable[Sequence[int]]):
         """texts: token ids of each text, int in 0..2**31-1. Raises ValueError for other ids, or if there are none."""
-        parts = [np.append(np.asarray(text, np.int64), END) for text in texts]
+        parts = [np.append(_ids(text), END) for text in texts]
         tokens = np.concatenate([*parts, np.empty(0, np.int64)])
         if not (tokens >= 0).any() or (tokens < END).any() or tokens.max() >= 2**31:
             raise ValueError("a collection needs at least one token, and ids in 0..2**31-1")
@@ -43,8 +43,11 @@ class RetrievalSource(GuessSource):
 
     @classmethod
     def of_files(cls, paths: Iterable[str | Path], tokenizer: PreTrainedTokenizerBase) -> "RetrievalSource":
-        """Make a collection of text files, UTF-8 with or without a byte order mark."""
-        texts = (Path(path).read_text(encoding="utf-8-sig") for path in paths)
+        """Make a collection of text files, UTF-8 with or without a byte order mark.
+
+        Raises OSError for a file that cannot be read, and ValueError, which names it, for one that is not UTF-8.
+        """
+        texts = map(_text_of, paths)
         return cls(tokenizer(text, add_special_tokens=False).input_ids for text in texts)
 
     def __len__(self) -> int:
@@ -104,6 +107,20 @@ def _bytes_of(tokens: np.ndarray) -> bytes:
     """Encode each token as its id plus 1, END as 0, big-endian. So byte strings, which Python compares fast, sort like
     tokens."""
     return (tokens + 1).astype(KIND).tobytes()
+
+
+def _text_of(path: str | Path) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text: {error}") from error
+
+
+def _ids(text: Sequence[int]) -> np.ndarray:
+    ids = np.asarray(text)
+    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+        raise ValueError(f"a text of a collection must be a sequence of token ids, not {text!r:.60}")
+    return ids.astype(np.int64)
 
 
 def _sorted_suffixes(tokens: np.ndarray) -> np.ndarray:

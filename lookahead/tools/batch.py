@@ -49,8 +49,6 @@ class Task:
 def generate(
     prompts_file: str, out: Path, seed: int, strategy: str, show_stats: bool, pool_path: str | None, **shared: Any
 ) -> None:
-    if out.exists() and out.samefile(prompts_file):
-        raise click.UsageError(f"--out {out} is the file of --prompts: name another file")
     check_pool(pool_path, strategy)
     lines = read_prompt_lines(Path(prompts_file))
     pool_file = None if pool_path is None else Path(pool_path)
@@ -121,7 +119,7 @@ class Texts:
 
     def _size(self, tasks: list[Task]) -> int:
         engine = self._engine
-        if engine is None:
+        if engine is None or engine.last.plain:
             return 1
         if self._costs is None:
             runner = engine.find_runner(self.model)
@@ -150,6 +148,8 @@ class Texts:
             ids.to(self.model.device), attention_mask=mask.to(self.model.device), max_new_tokens=room,
             **self._loop([task.seed for task in batch]), **self._options,
         )  # fmt: skip
+        if len(batch) > 1 and self._engine and self._engine.last.plain:  # which samples all texts from one seed
+            return [self.decode([task])[0] for task in batch]
         answers = [self._answer(task, ids, room) for task, ids in zip(batch, output[:, width:].tolist(), strict=True)]
         self.tokens += sum(answer["tokens"] for answer in answers)
         self.seconds += time.perf_counter() - began

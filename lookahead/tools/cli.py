@@ -98,8 +98,25 @@ def _not_empty(_context: click.Context, _option: click.Parameter, given: str | N
     return given
 
 
+def _check_files() -> None:
+    """Raise UsageError if the file that an option writes is that of another option, which would be lost."""
+    context = click.get_current_context()
+    options = {param.opts[0]: (param.type, context.params.get(param.name or "")) for param in context.command.params}
+    files = {
+        name: os.path.realpath(value.name if isinstance(kind, click.File) else value)
+        for name, (kind, value) in options.items()
+        if isinstance(kind, click.Path | click.File) and value and not isinstance(value, tuple)
+    }
+    for name, path in files.items():
+        for other, of_other in files.items():
+            if isinstance(options[name][0], FileToWrite) and name != other and path == of_other:
+                raise click.UsageError(f"{name} {options[name][1]} is the file of {other}: name another file")
+
+
 def _run(module: str, command: str, options: dict[str, Any]) -> None:
     """Import the module of a command, which takes seconds, and call the command."""
+    if module != "pool_commands":  # a pool may be read, and then replaced
+        _check_files()
     from ngram_pool.waiting import told_if_long  # takes half a second itself
 
     with told_if_long("loading torch and transformers"):

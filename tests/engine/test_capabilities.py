@@ -24,6 +24,7 @@ from zoo import COMMON, SETTINGS, tiny_model
 import lookahead
 from bench.tiny_models import random_model, tiny_config
 from lookahead import LookaheadConfig, UnsupportedModelError
+from lookahead.engine import fallback, limits
 from lookahead.models.layers import read_config
 from lookahead.passes import probe
 from lookahead.passes.capabilities import can_batch, find_adapter
@@ -435,3 +436,7 @@ def test_plain_decoding_is_tried_once_for_all_runners(monkeypatch):
     model.generate(torch.tensor([[5, 7, 8]]), **GREEDY)
     assert "passes: fused" in model.lookahead.report()
     assert len(tried) == 1
+
+
+def test_each_setting_by_which_a_model_is_limited_is_looked_for():
+    assert {*limits.DENSE_UP_TO.values(), "attn_temperature_tuning"} == fallback.LIMITING

@@ -551,3 +551,23 @@ def test_a_wrapped_model_is_pickled_by_every_protocol(protocol):
     model = lookahead.wrap(tiny_model("llama"))
     expected = model.generate(IDS, **GREEDY)
     assert torch.equal(pickle.loads(pickle.dumps(model, protocol)).generate(IDS, **GREEDY), expected)
+
+
+@pytest.mark.parametrize("is_wrapped", [False, True])
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"config": {"budget": 5}}, r"config={'budget': 5} must be a LookaheadConfig"),
+        ({"config": LookaheadConfig}, "must be a LookaheadConfig"),
+        ({"pool": "code.pool"}, r"pool='code.pool' must be an NgramPool: NgramPool\.load\(path\) reads one"),
+    ],
+)
+def test_arguments_of_a_wrong_type_are_named(given, message, is_wrapped):
+    model = tiny_model("llama")
+    if is_wrapped:
+        lookahead.wrap(model)
+    with pytest.raises(TypeError, match=message):
+        lookahead.wrap(model, **given)
+    assert hasattr(model, "lookahead") == is_wrapped
+    with pytest.raises(TypeError, match="must be an NgramPool"):
+        lookahead.PoolSource("code.pool")

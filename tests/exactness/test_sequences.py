@@ -562,3 +562,54 @@ print("wrong", wrong)
 def test_a_forked_process_does_not_wait_for_the_threads_of_its_parent():
     done = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=300, env=ENVIRONMENT)
     assert done.stdout.strip() == "wrong 0", done.stdout + done.stderr
+
+
+class Mine(GuessSource):
+    def propose(self, texts, limits):
+        return [GuessTree.chain([5, 6]) for _ in texts]
+
+
+class Other(Mine):
+    pass
+
+
+def test_a_wrap_with_other_sources_is_followed():
+    model, ids = tiny_model("llama"), torch.tensor([[5, 6, 7, 8]])
+    expected = model.generate(ids, max_new_tokens=20, do_sample=False).tolist()
+    config = LookaheadConfig(budget=8, window_size=0)
+    sequences = lookahead.Sequences(lookahead.wrap(model, config, source=lookahead.PoolSource()))
+    for source in (lookahead.PoolSource(), [lookahead.PoolSource(), Other()], Other(), [Other(), Other()]):
+        lookahead.wrap(model, config, source=source)
+        future = sequences.submit(ids, source=Mine(), max_new_tokens=20, do_sample=False)
+        finish(sequences)
+        assert future.result().tolist() == expected
+    assert list(model.lookahead.ledger.names)[-2:] == ["Other", "Other 2"]
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"seed": 1.5}, ValueError, "seed=1.5 must be a whole number"),
+        ({"seed": 2**64}, ValueError, "must be a whole number in"),
+        ({"streamer": 5}, TypeError, "streamer=5 must be a streamer"),
+        ({"input_ids": [[5, 6]]}, TypeError, "must be a tensor"),
+        ({"input_ids": torch.tensor([5, 6])}, TypeError, "must be a tensor"),
+    ],
+)
+def test_what_cannot_be_submitted_is_named_at_once(given, error, message):
+    sequences = lookahead.Sequences(lookahead.wrap(tiny_model("llama")))
+    with pytest.raises(error, match=message):
+        sequences.submit(**{"input_ids": torch.tensor([[5, 6]]), **given})
+    assert len(sequences) == 0
+
+
+def test_a_model_that_has_been_unwrapped_is_named():
+    model = lookahead.wrap(tiny_model("llama"))
+    sequences = lookahead.Sequences(model)
+    future = sequences.submit(torch.tensor([[5, 6]]), max_new_tokens=5)
+    lookahead.unwrap(model)
+    finish(sequences)
+    with pytest.raises(TypeError, match="LlamaForCausalLM is not wrapped"):
+        future.result()
+    with pytest.raises(TypeError, match="LlamaForCausalLM is not wrapped"):
+        sequences.submit(torch.tensor([[5, 6]]))

@@ -407,3 +407,46 @@ def test_statistics_say_what_each_source_did(monkeypatch):
     report = model.lookahead.report().splitlines()
     assert "sources: PoolSource, DraftModelSource" in report
     assert f"DraftModelSource: {model.lookahead.stats.sources['DraftModelSource']}" in report
+
+
+# -- cascades and budgets out of the ordinary --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_cascade_may_end_in_a_smaller_vocabulary(seed):
+    """The texts that a draft model of a draft model sees go back and forth, and any of their tokens may be unknown."""
+    model, middle = tiny_model("llama", seed=seed), tiny_model("gpt2", seed=seed + 50)
+    last = tiny_model("llama", seed=3, vocab_size=80)
+    config, options = LookaheadConfig(budget=20, window_size=0), {"max_new_tokens": 40, "min_new_tokens": 40}
+    torch.manual_seed(seed)
+    expected = model.generate(IDS, do_sample=True, **options).tolist()
+    lookahead.wrap(middle, config, source=[PoolSource(), DraftModelSource(last)])
+    lookahead.wrap(model, config, source=[PoolSource(), DraftModelSource(middle)])
+    torch.manual_seed(seed)
+    assert model.generate(IDS, do_sample=True, **options).tolist() == expected
+
+
+@pytest.mark.parametrize("as_assistant", [False, True])
+def test_no_guess_is_allowed_and_the_draft_models_own_sources_know_none(as_assistant):
+    model, small = tiny_model("llama"), tiny_model("gpt2")
+    expected = model.generate(IDS, max_new_tokens=20, do_sample=False).tolist()
+    lookahead.wrap(small, source=lookahead.RetrievalSource([[90, 91, 92]]))
+    sources, given = ([], {"assistant_model": small}) if as_assistant else ([DraftModelSource(small)], {})
+    lookahead.wrap(model, LookaheadConfig(budget=0), source=[PoolSource(), *sources])
+    assert model.generate(IDS, max_new_tokens=20, do_sample=False, **given).tolist() == expected
+
+
+def test_a_draft_model_that_needs_itself_is_named():
+    model, other = tiny_model("llama"), tiny_model("gpt2")
+    lookahead.wrap(model, source=[PoolSource(), DraftModelSource(model)])
+    with pytest.raises(ValueError, match="LlamaForCausalLM drafts for itself"):
+        model.generate(IDS, max_new_tokens=5)
+    lookahead.wrap(model, source=[PoolSource(), DraftModelSource(other)])
+    lookahead.wrap(other, source=[PoolSource(), DraftModelSource(model)])
+    with pytest.raises(ValueError, match="GPT2LMHeadModel drafts for itself"):
+        model.generate(IDS, max_new_tokens=5)
+
+
+def test_a_name_is_no_draft_model():
+    with pytest.raises(TypeError, match="DraftModelSource takes a model, not 'gpt2'"):
+        DraftModelSource("gpt2")

@@ -225,8 +225,7 @@ def test_what_is_drafted_is_what_the_kept_layers_say(model_type, skipped, batch)
 
 def test_layers_that_read_another_layers_cache_are_seen(monkeypatch):
     """The check above can fail: the wrong part of the cache."""
-    part = LookaheadCache.part
-    monkeypatch.setattr(LookaheadCache, "part", lambda self, layers: part(self, [index - 1 for index in layers]))
+    monkeypatch.setattr(layer_skip, "part_of", lambda cache, layers: part_of(cache, [index - 1 for index in layers]))
     with pytest.raises(AssertionError):
         test_what_is_drafted_is_what_the_kept_layers_say("llama", (0, 2), 1)
 
@@ -235,10 +234,10 @@ def test_rows_that_stay_in_the_cache_are_seen(monkeypatch):
     """So can the check of the text: nothing is dropped after drafting."""
 
     @contextmanager
-    def sticky(self, layers):
-        yield LookaheadCache([self.layers[index] for index in layers], list(self.lengths))
+    def sticky(cache, layers):
+        yield LookaheadCache([cache.layers[index] for index in layers], list(cache.lengths))
 
-    monkeypatch.setattr(LookaheadCache, "part", sticky)
+    monkeypatch.setattr(layer_skip, "part_of", sticky)
     with pytest.raises(AssertionError):
         test_every_architecture_drafts("llama")
 

@@ -95,3 +95,15 @@ def test_a_collection_that_holds_the_answer_is_copied_from(has_pool, do_sample):
     stats = check_identical(model, [prompt], options, LookaheadConfig(budget=12), 5, source=sources)
     assert stats.accepted["RetrievalSource"] > 30
     assert stats.tokens_per_step > 4
+
+
+@pytest.mark.parametrize("text", [[1.5, 2], ["a"], [True], [[1]], 5])
+def test_what_is_no_text_of_ids_is_named(text):
+    with pytest.raises(ValueError, match="must be a sequence of token ids, not"):
+        RetrievalSource([[1, 2], text])
+
+
+def test_a_file_that_is_not_utf_8_is_named(tmp_path):
+    (tmp_path / "latin").write_bytes("caf\N{LATIN SMALL LETTER E WITH ACUTE}".encode("latin-1"))
+    with pytest.raises(ValueError, match="latin is not UTF-8 text"):
+        RetrievalSource.of_files([tmp_path / "latin"], load(None)[1])

@@ -1145,3 +1145,112 @@ def test_a_wrap_with_a_source_is_copied_and_pickled():
 
 def test_chain_only_models_are_among_those_tried():
     assert {"zaya"} <= CHAIN_ONLY
+
+
+# -- sources that write to what they get -------------------------------------------------------------------------------
+
+
+class Writes(GuessSource):
+    """Writes to one of the things that it gets, as by a slip."""
+
+    needs = Needs(prompt_logits=1)
+
+    def __init__(self, to: str):
+        self.to = to
+
+    def start(self, batch):
+        if self.to == "prompts":
+            for text in batch.texts:
+                text.clear()
+        return self
+
+    def observe_prompt(self, text, logits, hidden_states):
+        if self.to == "prompt":
+            text.append(5)
+        elif self.to == "logits of the prompt":
+            logits.div_(0.5)[..., :60] = -1e9
+
+    def propose(self, texts, limits):
+        trees = [GuessTree.chain([text[-2] if len(text) > 1 else 5, 6, 7]) for text in texts]
+        if self.to == "texts":
+            for text, tree in zip(texts, trees, strict=True):
+                text += tree.tokens.tolist()
+        elif self.to == "depths":
+            limits.depths[:] = [10**6] * len(texts)
+            return [GuessTree.chain([5] * 99) for _ in texts]
+        return trees
+
+    def observe(self, outcome):
+        if self.to == "logits":
+            outcome.logits.zero_()
+        for lists in {"outcome": (outcome.texts, outcome.paths, outcome.emitted)}.get(self.to, ()):
+            for one in lists:
+                one.insert(0, 5)
+
+
+@pytest.mark.parametrize("others", [[], [PoolSource()]], ids=["alone", "with the pool"])
+@pytest.mark.parametrize("sample", [False, True])
+@pytest.mark.parametrize("to", ["prompts", "prompt", "logits of the prompt", "texts", "depths", "logits", "outcome"])
+def test_a_source_that_writes_to_what_it_gets_changes_no_text(to, sample, others):
+    model, options = tiny_model("llama"), {**GREEDY, "do_sample": sample}
+    torch.manual_seed(0)
+    expected = model.generate(IDS.repeat(2, 1), **options).tolist()
+    lookahead.wrap(model, LookaheadConfig(budget=8, window_size=0), source=[*others, Writes(to)])
+    torch.manual_seed(0)
+    assert model.generate(IDS.repeat(2, 1), **options).tolist() == expected
+
+
+def test_draws_cannot_be_written_to():
+    class Scales(GuessSource):
+        def propose(self, texts, limits):
+            limits.draws[0][...] *= 2
+            return [GuessTree.empty() for _ in texts]
+
+    model = lookahead.wrap(tiny_model("llama"), source=[PoolSource(), Scales()])
+    with pytest.raises(ValueError, match="read-only"):
+        model.generate(IDS, max_new_tokens=9, do_sample=True)
+
+
+def test_a_generator_of_trees_is_taken():
+    class Yields(GuessSource):
+        def propose(self, texts, limits):
+            for _ in texts:
+                yield GuessTree.chain([5, 6])
+
+    model = tiny_model("llama")
+    expected = model.generate(IDS, **GREEDY).tolist()
+    lookahead.wrap(model, source=Yields())
+    assert model.generate(IDS, **GREEDY).tolist() == expected
+    assert model.lookahead.last.sources["Yields"].proposed > 0
+
+
+@pytest.mark.parametrize(
+    "rows", [None, [], 5, [[np.array([97])]], [[np.array([-1])]], [[np.array([0.5])]], [[[5, 6], [7]]], [[[]]]], ids=str
+)
+def test_a_wrong_window_is_refused_by_the_name_of_its_class(rows):
+    class Looks(GuessSource):
+        def propose(self, texts, limits):
+            return [GuessTree.empty() for _ in texts]
+
+        def look_ahead(self, limits):
+            return rows
+
+    model = lookahead.wrap(tiny_model("llama"), source=Looks())
+    with pytest.raises(ValueError, match=r"Looks\.look_ahead returns .* for 1 sequences: return a list for each"):
+        model.generate(IDS, **GREEDY)
+
+
+def test_needs_and_tokens_of_a_wrong_type_are_refused_by_the_name_of_their_class():
+    class Needy(GuessSource):
+        needs = None
+
+        def propose(self, texts, limits):
+            return [GuessTree(np.array([5.0]), np.array([-1]), np.array([1]), np.ones(1), np.array([-1]))]
+
+    model = tiny_model("llama")
+    with pytest.raises(TypeError, match=r"Needy\.needs=None must be a lookahead\.Needs"):
+        lookahead.wrap(model, source=Needy())
+    Needy.needs = Needs()
+    lookahead.wrap(model, source=[PoolSource(), Needy()])
+    with pytest.raises(TypeError, match=r"Needy proposes tokens of float64: make trees by GuessTree\.of"):
+        model.generate(IDS, **GREEDY)

@@ -253,3 +253,13 @@ def test_bad_input_is_named(arguments, message):
     assert result.exit_code in (1, 2)
     assert message in result.output
     assert "Traceback" not in result.output
+
+
+def test_the_file_of_prompts_is_not_replaced(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(content := '{"question_id": 1, "category": "code", "turns": ["x"]}\n')
+    for other in (path, tmp_path / "." / path.name):
+        ran = run("--prompts", path, "--json", other)
+        assert ran.exit_code == 2
+        assert f"--json {other} is the file of --prompts: name another file" in ran.output
+    assert path.read_text() == content

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from zoo import tiny_model
 
+import lookahead
 from bench.tiny_models import random_model, tiny_config
 from lookahead.passes.costs import RUNGS, StepCosts
 from lookahead.stats import Stats
@@ -294,6 +296,7 @@ def test_bad_lines_are_named_before_anything_is_decoded(line, message, tmp_path)
         (["--json", "--prompts", "{prompts}", "--out", "out"], "--json has no effect with --prompts"),
         (["--compare", "--prompts", "{prompts}", "--out", "out"], "--compare has no effect with --prompts"),
         (["--prompts", "{prompts}", "--out", "{prompts}"], "is the file of --prompts"),
+        (["--prompts", "{prompts}", "--out", "new", "--pool", "new"], "--out new is the file of --pool"),
         (["--prompts", "{prompts}", "--out", "out", "--pool", "{prompts}"], "is not a pool file, and would be lost"),
         (["--prompts", "{prompts}", "--out", "out", "--pool", "p", "--strategy", "plain"], "--pool has no effect"),
         (["--prompts", "{prompts}", "--out", "out", "--pool", "p", "--strategy", "jacobi"], "--pool has no effect"),
@@ -407,3 +410,15 @@ def test_where_guesses_yield_much_batches_are_smaller():
 
 def test_layers_that_share_keys_take_no_memory():
     assert fitting_size(random_model(tiny_config("gemma3n_text")), 100) >= 1
+
+
+def test_seeds_of_lines_hold_where_the_models_own_decoding_serves(prompts, sampled, tmp_path):
+    """A batch would be sampled from one seed. A checkpoint may ask for a cache that lookahead does not write to."""
+    folder = tmp_path / "model"
+    shutil.copytree(lookahead.DEMO_MODEL, folder)
+    settings = folder / "generation_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"cache_implementation": "static"}))
+    with pytest.warns(UserWarning, match="own decoding"):
+        ran = run("--prompts", prompts, "--out", tmp_path / "out", "--model", folder, *SAMPLING)
+    assert ran.exit_code == 0, ran.output
+    assert texts_of(tmp_path / "out") == sampled

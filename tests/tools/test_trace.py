@@ -416,3 +416,11 @@ def test_the_page_in_a_browser(traced, hostile, tmp_path):
         assert seen["tip"].startswith("step ")
         assert 0 < seen["played"]["slider"] < len(steps)
         assert seen["shown"].replace("\N{DOWNWARDS ARROW WITH CORNER LEFTWARDS}", "").startswith(trace.text[:20])
+
+
+def test_the_file_of_the_prompt_is_not_replaced(tmp_path):
+    (path := tmp_path / "prompt.txt").write_text("import os\n")
+    ran = CliRunner().invoke(main, ["trace", "--prompt-file", str(path), "--out", str(path)])
+    assert ran.exit_code == 2
+    assert "is the file of --prompt-file" in ran.output
+    assert path.read_text() == "import os\n"
