@@ -76,7 +76,7 @@ class LookaheadConfig:
                 raise ValueError(f"{name}={value!r} must be a whole number in {least}..{most}, or {AUTO!r}")
         rows = 1 if self.budget == AUTO else 1 + self.budget  # the root's, and those of the settings that are not auto
         if self.strategy == "lookahead" and self.window_size != AUTO:
-            rows += self.window_size * (self.given_ngram_size - 1)
+            rows += self.window_size * (self.window_ngram_size - 1)
         if rows > MAX_ROWS:
             raise ValueError(
                 f"budget={self.budget!r}, window_size={self.window_size!r} and ngram_size={self.ngram_size!r} make "
@@ -88,6 +88,6 @@ class LookaheadConfig:
         check_memory("pool_memory_mb", self.pool_memory_mb)
 
     @property
-    def given_ngram_size(self) -> int:
+    def window_ngram_size(self) -> int:
         """N of a window whose size is given."""
         return NGRAM_SIZE if self.ngram_size == AUTO else self.ngram_size

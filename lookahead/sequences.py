@@ -109,7 +109,7 @@ class Sequences:
             return None
         runner = engine.find_runner(self._model)
         runner.end()
-        return min(most, runner.most_read) or None
+        return min(most, runner.longest_prompt) or None
 
     def cancel(self, future: Future) -> None:
         """Let a text end at the next step, with a CancelledError. No effect once it has ended."""

@@ -27,7 +27,7 @@ _DIGEST = [ctypes.c_void_p, ctypes.c_long, ctypes.c_void_p, ctypes.c_long]
 _digest = cache(partial(native.kernels, "digest", (torch.uint8,), _DIGEST))
 TOGETHER = 16 if native.CAPABILITY.startswith("AVX512") else 8  # Indexed::TOGETHER in indexed.h, and Indexed::BLOCK:
 INDEXED = 4 * TOGETHER
-LANES = 8  # of a digest: digest::LANES
+DIGEST_LANES = 8  # digest::LANES
 
 
 def pack(linear: Linear, dtype: torch.dtype, known: Linear | None = None, indexes: bool = True) -> Linear:
@@ -103,8 +103,8 @@ def _span(tensor: torch.Tensor) -> int:
 
 
 def digests(memory: np.ndarray) -> np.ndarray:
-    """The digests of what `memory_of` has found: uint64 [tensors, LANES]."""
-    found = np.zeros((len(memory), LANES), np.uint64)
+    """The digests of what `memory_of` has found: uint64 [tensors, DIGEST_LANES]."""
+    found = np.zeros((len(memory), DIGEST_LANES), np.uint64)
     _digest()[torch.uint8](memory.ctypes.data, len(memory), found.ctypes.data, torch.get_num_threads())
     return found
 

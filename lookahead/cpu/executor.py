@@ -134,7 +134,7 @@ def bytes_to_copy(program: Program) -> int:
 def can_digest(linear: Linear, dtype: torch.dtype) -> bool:
     """Whether a pass can compute the digest of this layer's weight: floats, in rows of complete vectors."""
     is_read = linear.format == Format.FLOATS and linear.weight.is_contiguous()
-    return is_read and linear.weight.shape[1] * dtype.itemsize % (8 * blocks.LANES) == 0
+    return is_read and linear.weight.shape[1] * dtype.itemsize % (8 * blocks.DIGEST_LANES) == 0
 
 
 class _Buffer:
@@ -313,7 +313,7 @@ class Executor:
 
     def __init__(self, program: Program, digested: Container[int] = ()):
         """digested: numbers of the linear layers whose digests a pass computes (`can_digest`)."""
-        self.digests = np.zeros((len(program.linears), blocks.LANES), np.uint64)
+        self.digests = np.zeros((len(program.linears), blocks.DIGEST_LANES), np.uint64)
         """Of the weights of those, as the last pass has read them."""
         self._tensors = [tensor.detach() for tensor in program.tensors]
         self._copies, self._turn = blocks.copies_of(program.linears), 0

@@ -73,7 +73,7 @@ def _load_numbers(
 
 def _multiply(input: torch.Tensor, linear: Linear) -> torch.Tensor:
     """What a layer in blocks makes of an input. Where our kernel does not serve, they are unpacked in each call."""
-    from lookahead.cpu import gemm  # passes in one call need it not
+    from lookahead.cpu import gemm  # passes in one call do not need it
 
     if gemm.serves_blocks(input, linear):
         return gemm.multiply(input, [linear])[0]

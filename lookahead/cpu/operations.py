@@ -152,8 +152,8 @@ class Norm(Operation):
     """out = x / rms(x) * (weight + offset); if it is centered, (x - mean) / deviation * (weight + offset) + bias.
 
     weight, bias: [size]; None: as if all were 1, or 0. Each `size` numbers of a row are normed together. RMS norms
-    round before they multiply with their weights, unless they round once. of_heads: x is what attention takes, queries
-    or keys, and no row of the hidden states.
+    round before they multiply with their weights, unless they round once. of_heads: x is queries or keys, and not
+    hidden states.
     """
 
     x: Value

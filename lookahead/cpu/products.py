@@ -101,7 +101,7 @@ class Linear(NamedTuple):  # made in each call of a layer, so it must be cheap
         weight = layer.weight
         if type(weight) in _PLAIN:
             return cls(weight, None, layer.bias)
-        from lookahead.compat.quantized import int8_weight  # other weights need it not
+        from lookahead.compat.quantized import int8_weight  # other weights do not need it
 
         if (quantized := int8_weight(weight)) is None:
             return cls(weight, None, layer.bias)
@@ -211,7 +211,7 @@ class DecodingLinear(nn.Linear):
         if not torch.compiler.is_compiling():  # code that a user compiles has torch's products
             decoding = current_pass()
             if decoding is not None and decoding.uses_kernels:
-                from lookahead.cpu import gemm  # passes in one call need it not
+                from lookahead.cpu import gemm  # passes in one call do not need it
 
                 if gemm.serves(input, linear := Linear.from_layer(self)):
                     return gemm.multiply(input, [linear])[0]

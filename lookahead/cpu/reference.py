@@ -47,7 +47,7 @@ def _numbers(weight: torch.Tensor, form: Format) -> torch.Tensor:
     """A weight, unpacked if it is in blocks."""
     if not form.is_in_blocks:
         return weight
-    from lookahead.cpu.gguf import unpacked  # other weights need it not
+    from lookahead.cpu.gguf import unpacked  # other weights do not need it
 
     return unpacked(weight, form)
 

@@ -42,7 +42,7 @@ def default_sources(config: LookaheadConfig) -> list[GuessSource]:
     if config.window_size == AUTO:
         sizes = [(size, n if config.ngram_size == AUTO else config.ngram_size) for size, n in WINDOW_SIZES]
         return [PoolSource(), WindowSource(sizes, Trials(len(sizes)))]
-    return [PoolSource(), WindowSource([(config.window_size, config.given_ngram_size)] if config.window_size else [])]
+    return [PoolSource(), WindowSource([(config.window_size, config.window_ngram_size)] if config.window_size else [])]
 
 
 def check_settings(config: object, pool: object) -> None:
@@ -160,7 +160,7 @@ class Lookahead:
         layers = (needs or self.needs).hidden_states
         runner, self.why_not_faster = choose_runner(model, self.config, layers)
         if self.config.cuda_graphs:
-            from lookahead.passes.graphs import GraphRunner, StepGraphs  # other settings need them not
+            from lookahead.passes.graphs import GraphRunner, StepGraphs  # other settings do not need them
 
             with self.lock:
                 self.graphs = self.graphs or StepGraphs(model)

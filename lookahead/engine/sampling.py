@@ -145,15 +145,15 @@ class NextTokenRule:
         shown = settings.streamer is not None and not type(settings.streamer).__module__.startswith("transformers.")
         self._is_watched = self._chooses and (shown or not self._asks)
         """Whether other code runs between tokens. It may set fields of processors and criteria."""
-        self.choice = self._read_choice()
+        self.shortcut = self._find_shortcut()
         """How a token of a single sequence is chosen without torch: what makes scores of its logits, and a warp. None
         if torch must choose it."""
         self.ends = self._read_ends()
         """What ends a single sequence; None if criteria must see the ids of each token."""
-        self.takes_argmax = self.choice is not None and not (self.choice[0] or settings.do_sample)
+        self.takes_argmax = self.shortcut is not None and not (self.shortcut[0] or settings.do_sample)
         """Whether the next token is the argmax of the logits, and no other code sees them."""
 
-    def _read_choice(self) -> "tuple[list[LogitsProcessor | Hide], Warp] | None":
+    def _find_shortcut(self) -> "tuple[list[LogitsProcessor | Hide], Warp] | None":
         return _choice_of(self.processors, self.settings.do_sample) if self._chooses else None
 
     def _read_ends(self) -> Ends | None:
@@ -194,9 +194,9 @@ class NextTokenRule:
         """
         scores = None
         if self._is_watched:
-            self.choice = self._read_choice()
-        if self.choice is not None:
-            changes, warp = self.choice
+            self.shortcut = self._find_shortcut()
+        if self.shortcut is not None:
+            changes, warp = self.shortcut
             if changes:
                 from lookahead.engine.scores import changed  # other texts have no such processors
 

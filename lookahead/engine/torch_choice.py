@@ -17,11 +17,11 @@ from lookahead.step import Step
 def emit(rule: NextTokenRule, logits: torch.Tensor, changed: torch.Tensor | None = None) -> list[int]:
     """`NextTokenRule.emit`. logits: [live, vocabulary].
 
-    changed: the scores after the changes of `NextTokenRule.choice`, if it has any.
+    changed: the scores after the changes of `NextTokenRule.shortcut`, if it has any.
     """
     settings = rule.settings
     raw = _with_ended(rule, logits.to(dtype=torch.float32, device=rule.ids.device, copy=True))
-    scores, done = (raw, 0) if changed is None or rule.choice is None else (changed, len(rule.choice[0]))
+    scores, done = (raw, 0) if changed is None or rule.shortcut is None else (changed, len(rule.shortcut[0]))
     if rule.ids.shape[1] == rule.width:  # once alone: it inspects signatures, which takes as long as some processors
         scores = LogitsProcessorList(rule.processors[done:])(rule.ids, scores)  # type: ignore[arg-type]  # of int64
     else:

@@ -139,9 +139,9 @@ class InPlaceLayer(CacheLayerMixin):
         return self._keys.narrow(*shown), self._values.narrow(*shown)
 
     def _append(self, *new: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Do as `update` does, but write to no tensor: a pass that is differentiated may need the old ones as they are.
+        """Do as `update` does, but make new tensors: autograd may need the old ones as they are.
 
-        The new ones are not written to either, for there is no room.
+        `room=0` keeps later updates from writing to the new ones.
         """
         at, seen = self.at, self.seen()
         keys, values = (torch.cat([held, states], dim=2) for held, states in zip(self.states(), new, strict=True))

@@ -45,7 +45,7 @@ def read_config(model: PreTrainedModel, branches_states: bool | None = None) -> 
     window = getattr(config, "sliding_window", None) if always else None
     has_state, biases_keys, why_not = any(map(keeps_state, theirs)), _biases_keys(model), None
     if biases_keys or (has_state and branches_states is None):
-        from lookahead.models import branching  # other models need it not
+        from lookahead.models import branching  # other models do not need it
 
         why_not = branching.why_not(model)
     if branches_states is None:

@@ -203,7 +203,7 @@ _NATIVE = (BuiltinFunctionType, type(str.join), type(str.__len__), type(type.__d
 """Functions and attributes that are not written in Python."""
 
 
-class Origin:
+class ReachableCode:
     """Whose code passes run that call these classes of modules, and these functions, as it was when this was made."""
 
     def __init__(self, classes: Iterable[type], functions: Iterable[tuple[str, str, Any]] = ()):

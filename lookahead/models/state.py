@@ -22,7 +22,7 @@ from lookahead import compat
 from lookahead.cpu.products import classes_of
 from lookahead.models import attention
 from lookahead.models.kept import ATTRIBUTE, OfModels
-from lookahead.models.origin import Foreign, Origin, code_of, is_defined, is_own
+from lookahead.models.origin import Foreign, ReachableCode, code_of, is_defined, is_own
 
 _CACHES = (DynamicCache, DynamicLayer, DynamicSlidingWindowLayer)  # which `LookaheadCache` stands in for
 # Settings that no pass reads.
@@ -42,7 +42,8 @@ _OF_ALL_MODULES = vars(nn.Module()).keys()  # parts, tensors and hooks
 _MOST_LOOKS = 100  # at a model that another thread changes meanwhile
 _MOST_ORIGINS = 64  # kept for later models of the same classes
 
-_origins: dict[frozenset[type], Origin] = {}  # none with code of users, which may refer to a model and keep it alive
+# None has code of users, which may refer to a model and keep it alive.
+_origins: dict[frozenset[type], ReachableCode] = {}
 
 
 class _Same:
@@ -234,14 +235,14 @@ def forget(model: PreTrainedModel) -> None:
     _states.pop(model)
 
 
-def _origin(of_modules: list[type], registered: list[tuple[str, str, Any]], before: State | None) -> Origin:
+def _origin(of_modules: list[type], registered: list[tuple[str, str, Any]], before: State | None) -> ReachableCode:
     """Follow these classes, unless that was done already, for a model of the same ones. before: of this model."""
     classes = frozenset(of_modules)
     origin = _origins.pop(classes, None)
     if origin is None and before is not None and frozenset(before._classes) == classes:
         origin = before._origin
     if origin is None or not origin.is_current() or origin.functions != registered:
-        origin = Origin((*classes, *_CACHES, *compat.REGISTRY_CLASSES), registered)
+        origin = ReachableCode((*classes, *_CACHES, *compat.REGISTRY_CLASSES), registered)
     if not origin.foreign and all(map(is_defined, map(_unwrapped, classes))):
         _origins[classes] = origin
         if len(_origins) > _MOST_ORIGINS:
@@ -263,7 +264,7 @@ def _registered(model: PreTrainedModel) -> list[tuple[str, str, Any]]:
     return found + [("transformers.modeling_utils", *item) for item in compat.own_methods_of_registries()]
 
 
-def _replaced(modules: list[nn.Module], origin: Origin) -> Iterator[Foreign]:
+def _replaced(modules: list[nn.Module], origin: ReachableCode) -> Iterator[Foreign]:
     """Yield attributes of modules that stand in for methods of their classes, and functions of others."""
     for module in modules:
         replaced = {name: value for name, value in vars(module).items() if isinstance(value, _FUNCTIONS)}
@@ -352,7 +353,7 @@ def _is_list_of_settings(value: Any) -> bool:
 def _quantization(tensor: torch.Tensor) -> str:
     if compat.is_plain(tensor):
         return ""
-    from lookahead.compat.quantized import quantization_of  # other tensors need it not
+    from lookahead.compat.quantized import quantization_of  # other tensors do not need it
 
     return quantization_of(tensor)
 

@@ -22,7 +22,7 @@ def random_part(model: PreTrainedModel, names: Collection[str]) -> str | None:
 
     Dropout, layers that are left out, and noise of routers are settings of modules, or of their configurations.
 
-    names: of attributes that passes read (`Origin.names`). Other settings of a configuration do not count.
+    names: of attributes that passes read (`ReachableCode.names`). Other settings of a configuration do not count.
     """
     training = [(f"{place}." if place else "", module) for place, module in model.named_modules() if module.training]
     found = {

@@ -119,7 +119,7 @@ def _in_memory(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
     """The tensors that a tensor consists of. One that torchao has quantized has no memory itself."""
     if is_plain(tensor):
         return [tensor]
-    from lookahead.compat.quantized import int8_weight  # other weights need it not
+    from lookahead.compat.quantized import int8_weight  # other weights do not need it
 
     return int8_weight(tensor) or [tensor]
 
@@ -175,7 +175,7 @@ class FusedRunner(EagerRunner):
         self._rotary_watch = Watch([])
         self._rotary: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self._serves = range(0)  # the largest position of a pass that takes these
-        self._buffers: list[_Buffers | None] = []  # of each sequence
+        self._buffers: list[_CacheAddresses | None] = []  # of each sequence
 
     def _holds(self, ready: ReadyProgram) -> bool:
         """Whether the page would write the same program now, of tensors at the same addresses."""
@@ -187,7 +187,7 @@ class FusedRunner(EagerRunner):
         self._packed.enter(ready, self)
         self._executor: Executor | None = ready.executor
         self._first = None if is_compared else ready.original  # runs the next pass, which checks them
-        self.most_read = ready.most_read
+        self.longest_prompt = ready.longest_prompt
         self.weight_bytes, self.declined_bytes = ready.weight_bytes, ready.declined_bytes
 
     def end(self) -> None:
@@ -231,7 +231,7 @@ class FusedRunner(EagerRunner):
             most_compared=MOST_COMPARED if are_indexed and not in_tiles else MOST_READ,
             elsewhere=elsewhere,
             computed=original.computed(tensors) if elsewhere or self._watch.has_buffers else None,
-            most_read=self._page.reads_prompts * (MOST_READ_IN_TILES[found.dtype] if in_tiles else MOST_READ),
+            longest_prompt=self._page.reads_prompts * (MOST_READ_IN_TILES[found.dtype] if in_tiles else MOST_READ),
             weight_bytes=weight_bytes(found),
             declined_bytes=declined,
         )
@@ -281,7 +281,7 @@ class FusedRunner(EagerRunner):
         self, new: torch.Tensor, cache: LookaheadCache, logits_to_keep: int = 1, as_steps: bool = False
     ) -> Output:
         count, until = new.shape[1], cache.lengths[0] + new.shape[1]
-        if new.ndim > 2 or count > self.most_read or until > context_length(self.model):
+        if new.ndim > 2 or count > self.longest_prompt or until > context_length(self.model):
             return super().prefill(new, cache, logits_to_keep)
         passes, outputs, left = -(-count // MOST_AT_ONCE), [], count
         for part in new.split(-(-count // passes), dim=1):
@@ -347,13 +347,13 @@ class FusedRunner(EagerRunner):
         self._part = part = (self._part + 1) % PARTS  # other calls go through the parts in their own turn
         return (self._first is None and executor.is_stale(part, PARTS)) or self._watch.has_changed(part)
 
-    def _has_found(self, b: int, cache: LookaheadCache) -> "_Buffers | None":
+    def _has_found(self, b: int, cache: LookaheadCache) -> "_CacheAddresses | None":
         """Return what `_finds` has found, if no layer has taken other buffers since. States may always have."""
         found = self._buffers[b] if b < len(self._buffers) else None
         is_known = found is not None and found.cache is cache and found.taken == InPlaceLayer.taken
         return found if is_known and not cache.states_at else None
 
-    def _finds(self, executor: Executor, b: int, cache: LookaheadCache) -> "_Buffers | None":
+    def _finds(self, executor: Executor, b: int, cache: LookaheadCache) -> "_CacheAddresses | None":
         """Return the buffers of a sequence's cache, all initialized; None if a pass cannot read and write them."""
         taken, tensors, known = InPlaceLayer.taken, cache.buffers(), self._buffers
         known += [None] * (b + 1 - len(known))
@@ -362,7 +362,7 @@ class FusedRunner(EagerRunner):
             fits = all(map(partial(_fits, executor.like.dtype), executor.caches.values(), cache.in_place))
             if not fits or (executor.states and not _states().can_use(executor, cache)):
                 return None
-            found = known[b] = _Buffers(tensors, list(executor.caches))
+            found = known[b] = _CacheAddresses(tensors, list(executor.caches))
         if list(map(_ADDRESS, tensors)) != found.addresses:
             return None
         found.cache, found.taken = cache, taken
@@ -513,7 +513,7 @@ def _executor_of(found: Program) -> Executor:
     return Executor(found)
 
 
-class _Buffers:
+class _CacheAddresses:
     """The addresses of the keys and values of all layers. It holds the tensors, so that the addresses stay valid."""
 
     def __init__(self, tensors: list[torch.Tensor], layers: list[int]):

@@ -251,7 +251,7 @@ class StepGraphs:
 
     def _forget(self) -> None:
         self._drop_graphs()
-        self._inputs, self._made_for, self._buffers = {}, None, _Buffers()
+        self._inputs, self._made_for, self._buffers = {}, None, _GraphLayer()
         self._lent = self._program = None
 
     def _drop_graphs(self) -> None:
@@ -382,7 +382,7 @@ class GraphRunner(EagerRunner):
 class StaticCache(LookaheadCache):
     """The cache of one sequence, in the buffers that a `StepGraphs` has lent."""
 
-    def __init__(self, buffers: "_Buffers", like: LookaheadCache):
+    def __init__(self, buffers: "_GraphLayer", like: LookaheadCache):
         """like: the cache whose content the buffers hold."""
         super().__init__([buffers], list(like.lengths))  # one layer, in the place of all
         self._buffers, self._like = buffers, like.emptied()
@@ -399,7 +399,7 @@ class StaticCache(LookaheadCache):
         return cache
 
 
-class _Buffers(InPlaceLayer):
+class _GraphLayer(InPlaceLayer):
     """Keys and values of all layers as one layer with all their heads, so that one commit serves them all.
 
     Unused columns are masked, not cut off. They take part in sums with weight 0, so they must be finite: `commit` fills

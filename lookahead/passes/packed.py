@@ -54,7 +54,7 @@ class ReadyProgram:
     """Values that may have been computed from watched tensors (`Program.computed`), and that the next call computes
     again; None if there are none.
     """
-    most_read: int
+    longest_prompt: int
     """Most tokens of a prompt that it prefills."""
     weight_bytes: int
     declined_bytes: int

@@ -70,7 +70,7 @@ def row_dependence(
         raise
     except Exception:  # more that is tried will fail, too, or the probe will tell
         pass
-    from lookahead.passes import shapes  # most models need it not
+    from lookahead.passes import shapes  # most models do not need it
 
     return shapes.row_dependence(model, adapter, largest)
 

@@ -91,7 +91,7 @@ class EagerRunner:
     """The runner's name in reports."""
     weight_bytes = 0
     """Bytes of weights that a pass reads; 0 if unknown."""
-    most_read = 0
+    longest_prompt = 0
     """Most tokens of a prompt that fused passes prefill; the model's own code prefills longer ones."""
     is_ragged = False
     """Whether each sequence has its own cache, and a pass only the rows of each step. If not, steps are padded."""

@@ -1,6 +1,6 @@
 """Compares a model's own passes of several shapes: in a batch and alone, at once and token by token.
 
-Most models need it not: one pass over all texts of the probe gives the logits of plain decoding.
+Most models do not need it: one pass over all texts of the probe gives the logits of plain decoding.
 """
 
 import numpy as np

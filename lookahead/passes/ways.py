@@ -26,7 +26,7 @@ def try_ways(model: PreTrainedModel, cpu_kernels: bool) -> ModelAdapter:
         given_up.append(f"lookahead's kernels: {reason}")
     adapter = replace(read_config(model), uses_kernels=cpu_kernels, foreign=tuple(map(str, state.foreign)))
     if adapter.has_state or adapter.biases_keys:
-        from lookahead.models import branching  # other models need it not
+        from lookahead.models import branching  # other models do not need it
 
         if (reason := branching.why_not(model)) is not None:
             given_up.append(f"trees: {reason}")

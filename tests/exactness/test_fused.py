@@ -632,8 +632,9 @@ def test_it_reads_prompts_as_the_model_does(family, counts, at_once, keep, dtype
                 for runner, cache in zip((eager, fused), caches, strict=True)
             )
         if native.HAS_AMX and dtype == torch.bfloat16:
-            assert fused.most_read == (0 if family in ("nemotron_h", "zamba2") else 192)  # whose time steps have limits
-        assert passes.called == (count <= fused.most_read)
+            has_limits = family in ("nemotron_h", "zamba2")  # of time steps
+            assert fused.longest_prompt == (0 if has_limits else 192)
+        assert passes.called == (count <= fused.longest_prompt)
         assert found.logits.shape == expected.logits.shape == (min(keep, count), 97)
         assert relative_error(found.logits, expected.logits) < allowed
         for layer in layers:
@@ -1089,7 +1090,7 @@ def test_a_prompt_holds_the_same_bits_in_whatever_portions_it_is_read(family, co
     adapter = capabilities.find_adapter(model)
     layers = first_and_last(family)
     runner = FusedRunner(model, adapter, layers, family in TRANSPOSED)
-    assume(runner.most_read >= count)
+    assume(runner.longest_prompt >= count)
     prompt = torch.from_numpy(np.random.default_rng(seed).integers(3, 97, (1, count)))
     found = []
     with torch.no_grad(), mock.patch("lookahead.passes.fused.MOST_AT_ONCE", at_once):

@@ -481,7 +481,7 @@ def test_goes_without_where_memory_is_short(monkeypatch):
     def allocate(self, *args):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(graphs._Buffers, "_allocate", allocate)
+    monkeypatch.setattr(graphs._GraphLayer, "_allocate", allocate)
     model = tiny_model("llama")
     step_graphs = StepGraphs(model, again)
     prompt = [random_prompt(random.Random(0))]

@@ -13,9 +13,9 @@ class Llama(Page):
     embedding_at = "embed_tokens"
     """The name of the embedding in the model within."""
     last_norm = "norm"
-    """Its name in the model within."""
+    """The name of the last norm in the model within."""
     output_projection = "o_proj"
-    """Its name in attention."""
+    """The name of the last linear layer in attention."""
 
     def write(self) -> None:
         inner = self.own(self.inner, self.model_class)

@@ -45,8 +45,8 @@ class Page:
     """Writes the program of a family's model. `write` calls the methods here, each of which adds an operation."""
 
     attends_by: AttendsBy = "split"
-    """By which `attn_implementation` the model computes what `attend` says; split: by "sdpa", which it looks up with
-    transformers. nothing: it has no attention, and takes no positions."""
+    """The `attn_implementation` with which the model computes what `attend` describes; split: "sdpa", which it looks up
+    in transformers' registry. nothing: it has no attention, and takes no positions."""
     names: Mapping[str, str] = {}
     """Of classes that lack the family's name, by what they are to it."""
     suffix = "ForCausalLM"
@@ -64,7 +64,7 @@ class Page:
     norm_class: str | type[nn.Module] = "RMSNorm"
     """The class of norms: the family's own, without the family's name, or torch's."""
     norm_offset = 0.0
-    """This and the next ones are settings of `Norm` and `Rotary`."""
+    """`norm_*`, `norms_*` and `rotary_*` are settings of `Norm` and `Rotary`."""
     norms_round_once = False
     norms_are_centered = False
     rotary_rounds_once = False
