@@ -7,6 +7,7 @@ from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from numbers import Integral
 from time import perf_counter
 from typing import Any
 
@@ -86,14 +87,14 @@ class Sequences:
         engine_of(self._model)
         if not (isinstance(input_ids, torch.Tensor) and input_ids.ndim == 2):
             raise TypeError(f"input_ids={input_ids!r:.80} must be a tensor [texts, n]")
-        if not isinstance(streamer, BaseStreamer | None):
+        if streamer is not None and not (hasattr(streamer, "put") and hasattr(streamer, "end")):
             raise TypeError(f"streamer={streamer!r:.80} must be a streamer, such as TextIteratorStreamer")
         if seed is None:
             seed = int(torch.randint(2**62, (), device="cpu"))
-        if not (isinstance(seed, int) and -(2**63) <= seed < 2**64):
+        if not (isinstance(seed, Integral) and -(2**63) <= seed < 2**64):
             raise ValueError(f"seed={seed!r} must be a whole number in -2**63..2**64-1")
         sources = [source] if isinstance(source, GuessSource) else list(source)
-        begin = partial(self._begin, input_ids, seed, sources, streamer, options)
+        begin = partial(self._begin, input_ids, int(seed), sources, streamer, options)
         self._submitted.append(text := _Text(begin))
         return text.future
 

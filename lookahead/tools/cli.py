@@ -109,7 +109,8 @@ def _check_files() -> None:
     }
     for name, path in files.items():
         for other, of_other in files.items():
-            if isinstance(options[name][0], FileToWrite) and name != other and path == of_other:
+            is_lost = not os.path.exists(path) or os.path.isfile(path)  # not a device
+            if isinstance(options[name][0], FileToWrite) and name != other and path == of_other and is_lost:
                 raise click.UsageError(f"{name} {options[name][1]} is the file of {other}: name another file")
 
 

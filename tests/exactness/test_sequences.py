@@ -9,6 +9,7 @@ from concurrent.futures import CancelledError, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, note
@@ -601,6 +602,25 @@ def test_what_cannot_be_submitted_is_named_at_once(given, error, message):
     with pytest.raises(error, match=message):
         sequences.submit(**{"input_ids": torch.tensor([[5, 6]]), **given})
     assert len(sequences) == 0
+
+
+def test_any_whole_number_is_a_seed_and_any_object_a_streamer():
+    class Listens:
+        def put(self, ids):
+            seen.append(ids.tolist())
+
+        def end(self):
+            seen.append("end")
+
+    model, ids, seen = tiny_model("llama"), torch.tensor([[5, 6, 7]]), []
+    sequences = lookahead.Sequences(lookahead.wrap(model))
+    futures = [
+        sequences.submit(ids, seed=seed, streamer=streamer, max_new_tokens=9, do_sample=True)
+        for seed, streamer in ((7, None), (np.int64(7), Listens()))
+    ]
+    finish(sequences)
+    assert futures[0].result().tolist() == futures[1].result().tolist()
+    assert seen[-1] == "end"
 
 
 def test_a_model_that_has_been_unwrapped_is_named():
