@@ -10,6 +10,7 @@ from functools import partial
 from numbers import Integral
 from time import perf_counter
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from transformers import PreTrainedModel
@@ -46,8 +47,8 @@ class Sequences:
         self._submitted: deque[_Text] = deque()
         self._texts: list[_Text] = []  # running texts, in their order
         self._canceled: deque[Future] = deque()
-        # Gains of texts' own sources, by the engine's sources and the classes of theirs.
-        self._ledgers: dict[tuple[object, ...], Ledger] = {}
+        # Gains of texts' own sources, by the ledger of the wrap's sources, and by their own classes.
+        self._ledgers: WeakKeyDictionary[Ledger, dict[tuple[type, ...], Ledger]] = WeakKeyDictionary()
         self._seconds = 0.0  # of the last step
         self._stepping = threading.Lock()
 
@@ -188,9 +189,9 @@ class Sequences:
         engine, model = engine_of(self._model), self._model
         own = engine
         if sources:
-            kind = (*engine.sources, *map(type, sources))
+            kind, known = tuple(map(type, sources)), self._ledgers.setdefault(engine.ledger, {})
             own = replace(engine, source=[*engine.sources, *sources], stats=Stats(), last=Stats())
-            own.ledger = self._ledgers.setdefault(kind, own.ledger)
+            own.ledger = known.setdefault(kind, own.ledger)
 
         def plain(*args: Any, **given: Any) -> Any:
             with seeded(seed, model.device):

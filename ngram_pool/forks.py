@@ -1,8 +1,7 @@
 """Locks that work in forked processes.
 
 A child has only the thread that forked. A lock that another thread held would never be released there, and its data
-might be half written. So a fork first takes all locks, and the child gets new ones. Where the data does not matter, it
-does not wait.
+might be half written. So a fork first takes all locks, and the child gets new ones. For a `Turn`, it does not wait.
 """
 
 import os
@@ -35,8 +34,7 @@ class Turn(type(threading.RLock())):  # type: ignore[misc]
     """A lock for work that takes long. A fork does not wait for it, so what it guards may be half done in the child."""
 
     def __init__(self) -> None:
-        with _forking:
-            _turns.add(self)
+        _turns.add(self)  # without waiting for a fork: the thread that makes one is not in the child
 
 
 def _before() -> None:
@@ -56,8 +54,8 @@ def _after_in_parent() -> None:
 
 def _after_in_child() -> None:
     global _forking
-    locks: list[Any] = [*_held, *_turns]
-    for lock in locks:
+    turns: list[Any] = [turn for turn in _turns if not turn._is_owned()]  # type: ignore[attr-defined]
+    for lock in [*_held, *turns]:
         lock._at_fork_reinit()  # as Python does it for its own locks
     _held.clear()
     _forking = threading.RLock()

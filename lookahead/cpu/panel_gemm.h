@@ -1,6 +1,6 @@
 // GEMM by panels: a lane of a vector of weights is an output, and numbers of the input are broadcast (as in BLIS: Van Zee &
-// van de Geijn 2015). Weights in 12 bits (indexed.h) lie in this order, and are unpacked in registers, for any number of
-// rows. Other weights are packed into a panel, which is worth it for many rows.
+// van de Geijn 2015). Weights in 12 bits (indexed.h) lie in this order, and are unpacked for any number of rows: in registers,
+// where these suffice. Other weights are packed into a panel, which is worth it for many rows.
 //
 // A sum is that of the other kernels (gemm.h) to the last bit. There, lane l of a vector adds every L-th product from the
 // l-th on, and then neighbouring lanes are added in pairs. Here, a register tile adds the products of one lane after the

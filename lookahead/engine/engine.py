@@ -13,7 +13,7 @@ from lookahead.guessing.bigrams import new_pool
 from lookahead.guessing.budget import Pace, Trials
 from lookahead.guessing.combine import Ledger, needs_of
 from lookahead.guessing.jacobi import WINDOW_SIZES, WindowSource
-from lookahead.guessing.pool import PoolSource
+from lookahead.guessing.pool import PoolSource, check_pool
 from lookahead.guessing.source import GuessSource, Needs, can_guess
 from lookahead.models.adapter import ModelAdapter, vocabulary_of
 from lookahead.passes.capabilities import choose_runner
@@ -49,8 +49,7 @@ def check_settings(config: object, pool: object) -> None:
     """Raise TypeError for what is no setting of a wrap, or no pool. Each may be None."""
     if not isinstance(config, LookaheadConfig | None):
         raise TypeError(f"config={config!r:.80} must be a LookaheadConfig, such as LookaheadConfig(budget=8)")
-    if not isinstance(pool, NgramPool | None):
-        raise TypeError(f"pool={pool!r:.80} must be an NgramPool: NgramPool.load(path) reads one from a file")
+    check_pool(pool)
 
 
 @dataclass

@@ -1,5 +1,7 @@
 """Calls that lookahead leaves to the model's own decoding, and the reasons."""
 
+from itertools import repeat
+
 import torch
 from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
@@ -56,7 +58,7 @@ def why_plain(
         is_absent = value is None or value is False or (isinstance(value, dict) and not value)
         is_known = name in KNOWN_ARGUMENTS and not (name == "logits_to_keep" and isinstance(value, torch.Tensor))
         if not (is_known or is_absent):
-            from lookahead.engine.plain import described  # which then warns
+            from lookahead.engine.plain import described  # calls with a reason load it anyway
 
             return f"with {described(name, value)}"
     if (replaced := state_of(model).why_plain() or _replaced_in_loop()) is not None:
@@ -124,7 +126,7 @@ def why_plain(
         if (reason := why_not_from(positions, hiding, held, len(ids), length, generation)) is not None:
             return reason
     stop = length + generation.max_length - ids.shape[1]
-    is_limited = adapter.sees_all_up_to is not None or not LIMITING.isdisjoint(vars(adapter.config))
+    is_limited = adapter.sees_all_up_to is not None or any(map(hasattr, repeat(adapter.config), LIMITING))
     if is_limited or changes_rope(model):
         from lookahead.engine.limits import why_plain as why_not_at  # other models decode alike at any length
 

@@ -136,7 +136,7 @@ class Combined:
 
     def select(self, sequences: list[int]) -> None:
         for guesser in self._guessers.values():
-            guesser.select(sequences)
+            guesser.select(sequences.copy())
 
     def end(self) -> None:
         with ExitStack() as ending:  # ends all, even if one raises

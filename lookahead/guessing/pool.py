@@ -14,6 +14,12 @@ from ngram_pool.tree import Ints
 TOP_K = 8  # next tokens learned from each row of logits
 
 
+def check_pool(pool: object) -> None:
+    """Raise TypeError if this is neither a pool nor None."""
+    if not isinstance(pool, NgramPool | None):
+        raise TypeError(f"pool={pool!r:.80} must be an NgramPool: NgramPool.load(path) reads one from a file")
+
+
 class PoolSource(GuessSource):
     """Proposes the most likely continuations that a pool knows."""
 
@@ -25,8 +31,7 @@ class PoolSource(GuessSource):
 
     def __init__(self, pool: NgramPool | None = None):
         """pool: the wrap's pool by default. Raises TypeError for what is no pool."""
-        if not isinstance(pool, NgramPool | None):
-            raise TypeError(f"pool={pool!r:.80} must be an NgramPool: NgramPool.load(path) reads one from a file")
+        check_pool(pool)
         self._given = pool
 
     def start(self, batch: Batch) -> "PoolGuesser":

@@ -109,7 +109,10 @@ class Outcome:
     def lent(self) -> "Outcome":
         """An outcome for a source that may write to it."""
         texts, paths, emitted = map(copies_of, (self.texts, self.paths, self.emitted))
-        return replace(self, texts=texts, paths=paths, emitted=emitted)
+        hidden, steps, first = dict(self.hidden_states), list(self.steps), list(self.first)
+        return replace(
+            self, texts=texts, steps=steps, paths=paths, emitted=emitted, hidden_states=hidden, first=first
+        )  # fmt: skip
 
 
 class Guesser:
@@ -131,7 +134,7 @@ class Guesser:
         """Receive the decoding model and the cache of the call, once, after all prefills.
 
         Before each `propose`, the cache holds all tokens of a text except the last. A guesser may add rows only within
-        a method (`LookaheadCache.part` lends layers).
+        a method (`rewinding.part_of` lends layers).
         """
         return
 

@@ -144,9 +144,10 @@ def _nearness(rows: int) -> np.ndarray:
 
 
 def ascending(seconds: np.ndarray) -> np.ndarray:
-    """Costs of which none is more than that of more rows, as is possible only on a busy machine.
+    """Costs that never fall with more rows.
 
-    The lower cost is taken, because rarely used numbers of rows are rarely corrected.
+    On a busy machine, fewer rows may seem to cost more. The lower cost is then taken, because numbers of rows that are
+    rarely used are rarely corrected.
     """
     return np.minimum.accumulate(seconds[::-1])[::-1]
 

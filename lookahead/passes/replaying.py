@@ -1,4 +1,6 @@
-"""Computes again what a cache lacks whose states were restored after a rejected guess, where no step will do so."""
+"""Accepted tokens that restored states lack, after a rejected guess. Usually the next step computes them; this does so
+outside of a step.
+"""
 
 from lookahead.models.cache import LookaheadCache
 from lookahead.passes.runner import EagerRunner

@@ -20,7 +20,12 @@ FOLDER = Path(platformdirs.user_cache_dir("lookahead"))
 
 def path_of(kind: str, model: PreTrainedModel, *depends_on: object) -> Path:
     """Return the file of findings of one kind, named by the model and everything else that they depend on."""
-    text = json.dumps([type(model).__name__, settings_of(model.config), *depends_on], sort_keys=True, default=str)
+    everything = [type(model).__name__, settings_of(model.config), *depends_on]
+    return path_by(kind, model, json.dumps(everything, sort_keys=True, default=str))
+
+
+def path_by(kind: str, model: PreTrainedModel, text: str) -> Path:
+    """`path_of`, by a text that says all that they depend on."""
     return FOLDER / kind / f"{model.config.model_type}-{xxhash.xxh3_128_hexdigest(text.encode())}.json"
 
 

@@ -22,8 +22,8 @@ def path_of(model: PreTrainedModel, *depends_on: object) -> Path | None:
     state = state_of(model)
     if not state.is_known or state.is_compiled:
         return None
-    everything = repr((environment(model), native.CAPABILITY, _our_code(), state.text, depends_on))
-    return stored.path_of("verdicts", model, everything)
+    text = repr((environment(model), native.CAPABILITY, _our_code(), state.text, depends_on))
+    return stored.path_by("verdicts", model, text)
 
 
 def load(path: Path | None) -> dict | None:

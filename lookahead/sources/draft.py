@@ -303,14 +303,14 @@ class DraftModelSource(GuessSource):
 
     def _check_path(self, users: list[PreTrainedModel]) -> None:
         """Raise ValueError if the draft model needs itself to draft. users: the models that need it."""
-        if any(self._given is user for user in users):
+        if any(self.model is user for user in users):
             raise ValueError(
-                f"{type(self._given).__name__} drafts for itself, because its own sources lead to it: wrap it with "
+                f"{type(self.model).__name__} drafts for itself, because its own sources lead to it: wrap it with "
                 "other sources, or draft with another model"
             )
-        for source in getattr(vars(self._given).get("lookahead"), "sources", ()):
+        for source in getattr(self.engine, "sources", ()):
             if isinstance(source, DraftModelSource):
-                source._check_path([*users, self._given])
+                source._check_path([*users, self.model])
 
     def start(self, batch: Batch) -> "DraftGuesser":
         return DraftGuesser(self, batch)

@@ -119,7 +119,7 @@ class Texts:
 
     def _size(self, tasks: list[Task]) -> int:
         engine = self._engine
-        if engine is None or engine.last.plain:
+        if engine is None:
             return 1
         if self._costs is None:
             runner = engine.find_runner(self.model)
@@ -149,6 +149,7 @@ class Texts:
             **self._loop([task.seed for task in batch]), **self._options,
         )  # fmt: skip
         if len(batch) > 1 and self._engine and self._engine.last.plain:  # which samples all texts from one seed
+            self._most, self.seconds = 1, self.seconds + time.perf_counter() - began
             return [self.decode([task])[0] for task in batch]
         answers = [self._answer(task, ids, room) for task, ids in zip(batch, output[:, width:].tolist(), strict=True)]
         self.tokens += sum(answer["tokens"] for answer in answers)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import reduce
 from importlib import import_module
+from os.path import samefile
 from pathlib import Path
 from typing import Any
 
@@ -108,9 +109,11 @@ def _check_files() -> None:
         if isinstance(kind, click.Path | click.File) and value and not isinstance(value, tuple)
     }
     for name, path in files.items():
+        if not isinstance(options[name][0], FileToWrite) or (os.path.exists(path) and not os.path.isfile(path)):
+            continue  # a device loses nothing
         for other, of_other in files.items():
-            is_lost = not os.path.exists(path) or os.path.isfile(path)  # not a device
-            if isinstance(options[name][0], FileToWrite) and name != other and path == of_other and is_lost:
+            are_there = os.path.exists(path) and os.path.exists(of_other)
+            if name != other and (samefile(path, of_other) if are_there else path == of_other):
                 raise click.UsageError(f"{name} {options[name][1]} is the file of {other}: name another file")
 
 

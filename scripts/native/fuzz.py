@@ -97,6 +97,7 @@ def guarded() -> Iterator[Guarded]:
         mock.patch.object(executor, "np", fake),
         mock.patch.object(top_k, "np", fake),
         mock.patch.object(pages, "HugePages", return_value=memory),
+        mock.patch.object(pages, "np", fake),
     ):
         try:
             yield memory

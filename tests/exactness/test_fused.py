@@ -102,6 +102,7 @@ WITH_WINDOWS = {
 MIXTURES = set(FAMILIES[FAMILIES.index("mixtral") :])
 # a copy of their weights must be made, for which torch multiplies with the original
 TRANSPOSED = {"gpt2", "gpt_oss", "aria_text", "llama4_text", "dbrx"}
+OUTPUTS = {"longcat_flash": 2}  # hidden states of tiny models that have fewer: its two layers are one
 # their attention has another form
 LATENT = {
     "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "axk1", "youtu", "minicpm3", "kimi_linear", "bailing_hybrid",
@@ -558,7 +559,7 @@ def test_other_sequences_do_not_change_a_bit(family, heads, held, threads, dtype
     note(f"{family=} {heads=} {held=} {threads=} {dtype=} {seed=}")
     model, adapter = sharp_model(family, heads, 100, dtype)
     rng, before = np.random.default_rng(seed), torch.get_num_threads()
-    layers = (0, 1, 2)[: seed % 4]
+    layers = (0, 1, 2)[: min(seed % 4, OUTPUTS.get(family, 3))]
     packs = family in TRANSPOSED, bool(seed % 2) or family in TRANSPOSED
     runners = [FusedRunner(model, adapter, layers, each) for each in packs]
     try:

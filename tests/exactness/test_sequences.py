@@ -1,13 +1,16 @@
 """Texts that are decoded at once, in one thread or in several, are those that each is alone."""
 
+import gc
 import os
 import random
 import subprocess
 import sys
 import threading
 from concurrent.futures import CancelledError, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from weakref import ref
 
 import numpy as np
 import pytest
@@ -574,17 +577,26 @@ class Other(Mine):
     pass
 
 
+@dataclass
+class Plain(Mine):
+    """Without a hash."""
+
+
 def test_a_wrap_with_other_sources_is_followed():
     model, ids = tiny_model("llama"), torch.tensor([[5, 6, 7, 8]])
     expected = model.generate(ids, max_new_tokens=20, do_sample=False).tolist()
     config = LookaheadConfig(budget=8, window_size=0)
     sequences = lookahead.Sequences(lookahead.wrap(model, config, source=lookahead.PoolSource()))
-    for source in (lookahead.PoolSource(), [lookahead.PoolSource(), Other()], Other(), [Other(), Other()]):
+    gone = ref(first := Plain())
+    for source in (first, [lookahead.PoolSource(), Other()], Other(), [Other(), Other()]):
         lookahead.wrap(model, config, source=source)
         future = sequences.submit(ids, source=Mine(), max_new_tokens=20, do_sample=False)
         finish(sequences)
         assert future.result().tolist() == expected
     assert list(model.lookahead.ledger.names)[-2:] == ["Other", "Other 2"]
+    del first
+    gc.collect()
+    assert gone() is None
 
 
 @pytest.mark.parametrize(

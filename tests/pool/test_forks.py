@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from test_pool import learn_something, random_text
 
-from ngram_pool import NgramPool
+from ngram_pool import NgramPool, forks
+from ngram_pool.forks import Turn
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "register_at_fork"), reason="a system without fork")
 HANGS = 30  # seconds after which a child is ended by the system
@@ -105,3 +106,39 @@ def test_forks_keep_no_pool_alive():
     assert status_of_child(lambda: None) == 0
     del pool
     assert known() is None
+
+
+def test_a_turn_is_free_in_a_child_unless_the_forking_thread_has_it():
+    theirs, mine = Turn(), Turn()
+    taken, done = threading.Event(), threading.Event()
+
+    def hold():
+        with theirs:
+            taken.set()
+            done.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    taken.wait()
+
+    def use():
+        assert theirs.acquire(timeout=5)
+        theirs.release()
+        mine.release()  # as its `with` does
+        assert mine.acquire(blocking=False)
+
+    mine.acquire()
+    try:
+        assert status_of_child(use) == 0
+    finally:
+        mine.release()
+        done.set()
+        thread.join()
+
+
+def test_a_turn_that_is_made_waits_for_no_fork():
+    with forks._forking:
+        made = threading.Thread(target=Turn)
+        made.start()
+        made.join(5)
+        assert not made.is_alive()

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from zoo import SETTINGS, VOCABULARY, tiny_model
 
 import lookahead
-from lookahead import DraftModelSource, LookaheadConfig, PoolSource
+from lookahead import DraftModelSource, LayerSkipSource, LookaheadConfig, PoolSource
 from lookahead.cpu import products
 from lookahead.guessing.combine import Ledger
 from lookahead.models.adapter import ModelAdapter
@@ -450,3 +450,11 @@ def test_a_draft_model_that_needs_itself_is_named():
 def test_a_name_is_no_draft_model():
     with pytest.raises(TypeError, match="DraftModelSource takes a model, not 'gpt2'"):
         DraftModelSource("gpt2")
+
+
+def test_a_draft_model_may_skip_its_own_layers():
+    model, small = tiny_model("llama"), tiny_model("llama", seed=1, num_hidden_layers=3)
+    expected = model.generate(IDS, max_new_tokens=20, do_sample=False).tolist()
+    lookahead.wrap(small, source=[PoolSource(), LayerSkipSource(small, skipped=(1,))])
+    lookahead.wrap(model, source=[PoolSource(), DraftModelSource(small)])
+    assert model.generate(IDS, max_new_tokens=20, do_sample=False).tolist() == expected

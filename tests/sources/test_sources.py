@@ -1183,9 +1183,14 @@ class Writes(GuessSource):
     def observe(self, outcome):
         if self.to == "logits":
             outcome.logits.zero_()
-        for lists in {"outcome": (outcome.texts, outcome.paths, outcome.emitted)}.get(self.to, ()):
-            for one in lists:
+        if self.to == "outcome":
+            for one in (*outcome.texts, *outcome.paths, *outcome.emitted):
                 one.insert(0, 5)
+            for one in (outcome.texts, outcome.steps, outcome.first, outcome.hidden_states):
+                one.clear()
+
+    def select(self, sequences):
+        sequences.clear()
 
 
 @pytest.mark.parametrize("others", [[], [PoolSource()]], ids=["alone", "with the pool"])

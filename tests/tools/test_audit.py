@@ -1,6 +1,7 @@
 """`lookahead audit`: finds nothing where nothing is wrong, tells near ties from defects, and fails at a defect."""
 
 import json
+import os
 import random
 from dataclasses import replace
 
@@ -258,7 +259,8 @@ def test_bad_input_is_named(arguments, message):
 def test_the_file_of_prompts_is_not_replaced(tmp_path):
     path = tmp_path / "prompts.jsonl"
     path.write_text(content := '{"question_id": 1, "category": "code", "turns": ["x"]}\n')
-    for other in (path, tmp_path / "." / path.name):
+    os.link(path, tmp_path / "linked")
+    for other in (path, tmp_path / "." / path.name, tmp_path / "linked"):
         ran = run("--prompts", path, "--json", other)
         assert ran.exit_code == 2
         assert f"--json {other} is the file of --prompts: name another file" in ran.output
