@@ -14,6 +14,7 @@ INSTALLED := $(VENV)/installed
 WITH_TESTS := $(VENV)/installed-with-tests
 CPP := lookahead/cpu/*.cpp lookahead/cpu/*.h ngram_pool/*.cpp ngram_pool/*.h
 VLLM := .peers/vllm
+DRAWN := LOOKAHEAD_SHARE=0.4 LOOKAHEAD_PART=$(PART)
 PROCESSES := --numprocesses auto --maxprocesses 4 --dist worksteal
 
 .PHONY: demo lint test test-all test-core test-versions test-native test-vllm test-clients gpu docs format clean
@@ -45,18 +46,18 @@ lint: $(WITH_TESTS)
 # A quarter of the many cases, drawn anew each time, and two fifths of the examples of each property test. The command that
 # make shows runs the same cases again. test-all runs everything.
 test: lint
-	LOOKAHEAD_SHARE=0.4 LOOKAHEAD_PART=$(PART) $(VENV)/bin/python -m pytest $(PROCESSES)
+	$(DRAWN) $(VENV)/bin/python -m pytest $(PROCESSES)
 
 test-all: lint
 	$(VENV)/bin/python -m pytest $(PROCESSES)
 
-# What a change to the engine is checked with first, in three minutes: texts, fused passes, batches, caches, the pool, the
-# layout and the budget of a step, and the planted defects.
+# What a change to the engine is checked with first, in two minutes: texts, fused passes, batches, caches, the pool, the
+# layout and the budget of a step, and the planted defects, drawn as for test.
 CORE := exactness/test_lossless exactness/test_broken exactness/test_fused exactness/test_batches engine/test_cache \
     exactness/test_continuation exactness/test_generate exactness/test_known_draws exactness/test_streaming pool/test_pool \
     engine/test_budget engine/test_step sources/test_window
 test-core: $(WITH_TESTS)
-	$(VENV)/bin/python -m pytest $(PROCESSES) $(CORE:%=tests/%.py)
+	$(DRAWN) $(VENV)/bin/python -m pytest $(PROCESSES) $(CORE:%=tests/%.py)
 
 # The core tests with the oldest and the newest transformers that pyproject.toml admits.
 test-versions: $(WITH_TESTS)
