@@ -7,7 +7,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import reduce
 from importlib import import_module
-from os.path import samefile
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +112,7 @@ def _check_files() -> None:
             continue  # a device loses nothing
         for other, of_other in files.items():
             are_there = os.path.exists(path) and os.path.exists(of_other)
-            if name != other and (samefile(path, of_other) if are_there else path == of_other):
+            if name != other and (os.path.samefile(path, of_other) if are_there else path == of_other):
                 raise click.UsageError(f"{name} {options[name][1]} is the file of {other}: name another file")
 
 
