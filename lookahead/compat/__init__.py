@@ -76,6 +76,11 @@ def is_callers_own(cache: Cache | None) -> bool:
 # -- models -----------------------------------------------------------------------------------------------------------
 
 
+def caches_nothing(layer: object) -> bool:
+    """Whether a layer of a cache only stands for a layer of the model that caches nothing."""
+    return type(layer).__name__ == "DummyLayer"  # older transformers have none
+
+
 def attention_implementation(config: PretrainedConfig | None) -> str | None:
     """The attention that a configuration names, such as "sdpa"."""
     return getattr(config, "_attn_implementation", None)

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from lookahead.guessing.budget import Budget, Trials
 from lookahead.guessing.jacobi import Windows, WindowSource
 from lookahead.guessing.pool import PoolAlone, PoolSource
-from lookahead.guessing.source import Batch, Guesser, GuessSource, Needs, is_of_users
+from lookahead.guessing.source import Batch, Guesser, GuessSource, Needs, is_ours
 from lookahead.models.cache import AnyCache
 from lookahead.stats import Stats
 from ngram_pool import Origin
@@ -106,12 +106,12 @@ class Combined:
         self._vocabulary = batch.vocabulary
         for i in self._parts:
             source = self._sources[i]
-            guesser = source.start(batch.lent() if is_of_users(source) else batch)
-            if not isinstance(guesser, Guesser):
-                raise TypeError(
-                    f"start of {self._names[i]} returns {guesser!r:.60} in place of a Guesser: return what guesses in "
-                    "this call, such as self"
-                )
+            if is_ours(source):
+                guesser = source.start(batch)
+            else:
+                from lookahead.guessing import users_guesser  # calls without a user's source do not need it
+
+                guesser = users_guesser.start(source, batch, self._names[i])
             self._guessers[i] = guesser
             if isinstance(guesser, Windows):
                 self.windows = guesser
@@ -121,7 +121,7 @@ class Combined:
 
     def observe_prompt(self, text: list[int], logits: torch.Tensor, hidden_states: dict[int, torch.Tensor]) -> None:
         for guesser in self._guessers.values():
-            guesser.observe_prompt(text.copy(), logits, hidden_states)
+            guesser.observe_prompt(text, logits, hidden_states)
 
     def attach(self, model: PreTrainedModel, cache: AnyCache) -> None:
         for guesser in self._guessers.values():
@@ -136,7 +136,7 @@ class Combined:
 
     def select(self, sequences: list[int]) -> None:
         for guesser in self._guessers.values():
-            guesser.select(sequences.copy())
+            guesser.select(sequences)
 
     def end(self) -> None:
         with ExitStack() as ending:  # ends all, even if one raises

@@ -1,7 +1,7 @@
 """The protocol of a source of guesses. docs/sources.md shows how to write one."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -49,10 +49,6 @@ class Batch:
     has_rate: bool = False
     """Whether `Limits.rate` will be set."""
 
-    def lent(self) -> "Batch":
-        """A batch for a source that may write to it."""
-        return replace(self, texts=copies_of(self.texts))
-
     def sequences_of(self, text: list[int]) -> list[int]:
         """Return the sequences with the prompt that `observe_prompt` sees; none for embeddings, unless alone."""
         if not text and len(self.texts) > 1:
@@ -79,10 +75,6 @@ class Limits:
     largest probability / variate is chosen. None if unknown. Empty if those of all sequences are unknown. A user's
     source gets them read-only."""
 
-    def lent(self) -> "Limits":
-        """Limits for a source that may write to them."""
-        return replace(self, depths=list(self.depths), draws=list(map(_read_only, self.draws)))
-
 
 @dataclass(frozen=True)
 class Outcome:
@@ -105,14 +97,6 @@ class Outcome:
     the temperature of the call; None if the pass has not found them."""
     first: Sequence[int] = (0,)
     """The row of each sequence's root."""
-
-    def lent(self) -> "Outcome":
-        """An outcome for a source that may write to it."""
-        texts, paths, emitted = map(copies_of, (self.texts, self.paths, self.emitted))
-        hidden, steps, first = dict(self.hidden_states), list(self.steps), list(self.first)
-        return replace(
-            self, texts=texts, steps=steps, paths=paths, emitted=emitted, hidden_states=hidden, first=first
-        )  # fmt: skip
 
 
 class Guesser:
@@ -178,20 +162,9 @@ class GuessSource(Guesser):
         return self
 
 
-def copies_of(lists: Sequence[list[int]]) -> list[list[int]]:
-    return [one.copy() for one in lists]
-
-
-def _read_only(draws: np.ndarray | None) -> np.ndarray | None:
-    if draws is not None:
-        draws = draws.view()
-        draws.flags.writeable = False
-    return draws
-
-
-def is_of_users(guesser: Guesser) -> bool:
-    """Whether code of a user guesses. It gets copies of what decides the text, so it may write to them."""
-    return not type(guesser).__module__.startswith("lookahead.")
+def is_ours(guesser: Guesser) -> bool:
+    """Whether it is of this package, so that it leaves what it is given as it is."""
+    return type(guesser).__module__.startswith("lookahead.")
 
 
 def can_guess(source: object) -> bool:

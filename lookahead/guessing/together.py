@@ -9,7 +9,7 @@ import numpy as np
 from lookahead.guessing.budget import Budget, average_length
 from lookahead.guessing.combine import Ledger
 from lookahead.guessing.merging import Node
-from lookahead.guessing.source import Guesser, GuessSource, Limits, Outcome, copies_of, is_of_users
+from lookahead.guessing.source import Guesser, GuessSource, Limits, Outcome
 from lookahead.stats import SourceStats
 from ngram_pool import GuessTree, Origin
 
@@ -29,7 +29,6 @@ class Together:
         """guessers: of this call, by the number of their source. stats: of each source. Others as for `Combined`."""
         self._sources, self._guessers, self._ledger, self._budget = sources, guessers, ledger, budget
         self._stats, self._vocabulary, self._names = stats, vocabulary, ledger.names[len(Origin) :]
-        self._of_users = {i for i, guesser in guessers.items() if is_of_users(guesser)}
         self._seconds = [0.0] * len(sources)  # that each source took in the current step
         self._has_observed: set[int] = set()  # sources that have observed a step of this call
         self._window_rows = 0  # of each sequence in this step
@@ -48,18 +47,12 @@ class Together:
         for i in self._asked:
             guesser = self._guessers[i]
             before, began = guesser.passes, time.perf_counter()
-            lent = (copies_of(texts), limits.lent()) if i in self._of_users else (texts, limits)
-            trees = list(guesser.propose(*lent) or [])
+            trees = guesser.propose(texts, limits)
             self._seconds[i] += time.perf_counter() - began
             self._stats[i].passes += guesser.passes - before
             if len(trees) != len(texts):
                 raise ValueError(f"{self._names[i]} proposes {len(trees)} trees for {len(texts)} sequences")
             for by_source, tree, depth in zip(proposed, trees, limits.depths, strict=True):
-                if not isinstance(tree, GuessTree):
-                    raise TypeError(
-                        f"{self._names[i]} proposes {tree!r:.60} in place of a GuessTree: propose GuessTree.empty() "
-                        "where there is nothing to guess"
-                    )
                 if len(tree):
                     by_source[i] = self._verifiable(i, tree, depth, limits)
                     self._stats[i].proposed += len(by_source[i])
@@ -69,12 +62,7 @@ class Together:
         return [tree for _, tree in merged]
 
     def look_ahead(self, limits: Limits) -> list[list[np.ndarray]]:
-        rows = [
-            self._checked(i, guesser.look_ahead(limits.lent()), len(limits.depths))
-            if i in self._of_users
-            else guesser.look_ahead(limits)
-            for i, guesser in self._guessers.items()
-        ]
+        rows = [guesser.look_ahead(limits) for guesser in self._guessers.values()]
         chosen = [next((found[b] for found in rows if found[b]), []) for b in range(len(limits.depths))]
         self._window_rows = max(sum(map(len, rows)) for rows in chosen)
         return chosen
@@ -82,7 +70,7 @@ class Together:
     def observe(self, outcome: Outcome) -> None:
         for i in self._asked:
             began = time.perf_counter()
-            self._guessers[i].observe(outcome.lent() if i in self._of_users else outcome)
+            self._guessers[i].observe(outcome)
             self._seconds[i] += time.perf_counter() - began
         for root, path, emitted in zip(self._roots, outcome.paths, outcome.emitted, strict=True):
             accepted = len(path) - 1
@@ -121,31 +109,8 @@ class Together:
         earned = accepted - sum(tree.follow(emitted) for tree, emitted in zip(chosen, outcome.emitted, strict=True))
         return earned, self._budget.rows(chosen, self._window_rows)
 
-    def _checked(self, i: int, found: object, sequences: int) -> list[list[np.ndarray]]:
-        """Return the windows of a user's source: for each sequence, rows of tokens of one length."""
-        try:
-            windows = [[np.asarray(row) for row in rows] for rows in found]  # type: ignore[attr-defined]
-        except TypeError:
-            windows = []
-        every = [row for rows in windows for row in rows]
-        if (
-            len(windows) != sequences
-            or not all(row.ndim == 1 and row.size and row.dtype.kind in "iu" for row in every)
-            or any(len({len(row) for row in rows}) > 1 for rows in windows)
-            or not all(row.min() >= 0 and row.max() < self._vocabulary for row in every)
-        ):
-            raise ValueError(
-                f"{self._names[i]}.look_ahead returns {found!r:.80} for {sequences} sequences: return a list for each, "
-                f"of rows of one length, int64, with tokens in 0..{self._vocabulary - 1}; [] for no window"
-            )
-        return windows
-
     def _verifiable(self, i: int, tree: GuessTree, depth: int, limits: Limits) -> GuessTree:
         """Return the part of a source's tree that can be verified, each node with a known number in ``sources``."""
-        if tree.tokens.dtype.kind not in "iu":
-            raise TypeError(
-                f"{self._names[i]} proposes tokens of {tree.tokens.dtype}: make trees by GuessTree.of or .chain"
-            )
         # Trees are small, so Python's own max and min are faster than numpy's.
         if (largest := max(tree.tokens.tolist())) >= self._vocabulary:
             raise ValueError(

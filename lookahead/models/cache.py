@@ -30,6 +30,7 @@ import torch
 from torch.nn.functional import pad
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from lookahead.compat import caches_nothing
 from lookahead.cpu import executor, pages
 from lookahead.decoding_pass import current_pass
 from lookahead.step import Step, Visibility, hidden, to_device
@@ -374,7 +375,7 @@ class LookaheadCache(Cache):
         """The state updates of the last pass, if it was fused, and their addresses."""
         self.room = torch.empty(0, dtype=torch.uint8, device="cpu")
         ours = InPlaceLayer, KeepsState
-        self._with_state = [x for x in layers if not isinstance(x, ours) and type(x).__name__ != "DummyLayer"]
+        self._with_state = [x for x in layers if not isinstance(x, ours) and not caches_nothing(x)]
         self._before: list[dict] = []
 
     def prepare(self, new: int, computed: int = 0) -> None:

@@ -85,7 +85,7 @@ def read_config(model: PreTrainedModel, branches_states: bool | None = None) -> 
 def keeps_state(layer: object) -> bool:
     """Whether a layer of transformers' cache keeps anything else than keys and values."""
     known = DynamicLayer, DynamicSlidingWindowLayer
-    return type(layer) not in known and type(layer).__name__ != "DummyLayer"
+    return type(layer) not in known and not compat.caches_nothing(layer)
 
 
 def rope_kinds(config: PreTrainedConfig) -> dict[str, dict]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from lookahead.compat import caches_nothing
 from lookahead.models.cache import AnyCache, InPlaceLayer, LookaheadCache, SeparateCaches
 
 
@@ -13,7 +14,7 @@ def can_rewind(cache: AnyCache) -> bool:
     """Whether every layer holds all positions, so not if there are sliding layers or states."""
     if isinstance(cache, SeparateCaches):
         return all(map(can_rewind, cache.each))
-    return all(type(layer) is InPlaceLayer or type(layer).__name__ == "DummyLayer" for layer in cache.layers)
+    return all(type(layer) is InPlaceLayer or caches_nothing(layer) for layer in cache.layers)
 
 
 def rewind(cache: LookaheadCache, length: int) -> None:

@@ -108,6 +108,7 @@ def test_what_is_not_asked_for_is_not_loaded():
         "training",
         "trl",
         "users_code",
+        "users_guesser",
         "window",
     ]
     code = f"""
