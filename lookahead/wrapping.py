@@ -16,6 +16,7 @@ from lookahead.models.state import forget, state_of
 from lookahead.passes import packed
 from lookahead.passes.capabilities import find_adapter, fused_runner
 from ngram_pool import NgramPool
+from ngram_pool.waiting import told_if_long
 
 
 class LookaheadMixin:
@@ -153,8 +154,9 @@ def wrap(
 def _prepare(model: PreTrainedModel, engine: Lookahead) -> None:
     """Test the model with the engine's settings, and attach the engine to it."""
     if not model.config.is_encoder_decoder and state_of(model).why_plain() is None:
-        engine.adapter = find_adapter(model, engine.config.cpu_kernels)
-        fused_runner(model, engine.adapter, packs=engine.config.pack_weights)  # copies the weights now
+        with told_if_long("trying how the model can be decoded"):
+            engine.adapter = find_adapter(model, engine.config.cpu_kernels)
+            fused_runner(model, engine.adapter, packs=engine.config.pack_weights)  # copies the weights now
     if not engine.config.cpu_kernels:
         packed.forget(model)
     model.lookahead = engine  # type: ignore[assignment]  # neither a Tensor nor a module

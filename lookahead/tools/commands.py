@@ -238,8 +238,7 @@ def tune(
         )
     with decoding():
         config = LookaheadConfig(**settings)
-        with told_if_long("trying how the model can be decoded"):
-            runner = engine_of(wrap(model, config)).find_runner(model)
+        runner = engine_of(wrap(model, config)).find_runner(model)
         span = watch(model.device)
         costs = step_costs(runner, anew=seconds / 3)
         with progress_bar("measuring passes") as progress:

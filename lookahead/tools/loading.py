@@ -127,7 +127,7 @@ def load_wrapped(
             sources = [*default_sources(config), MtpSource(model)]
         except ValueError as error:
             raise click.ClickException(f"--mtp: {error}") from error
-    with decoding(), told_if_long("trying how the model can be decoded"):
+    with decoding():
         return model, tokenizer, engine_of(wrap(model, config, pool, sources)), options
 
 

@@ -3,7 +3,9 @@
 import time
 
 import pytest
+from zoo import tiny_model
 
+import lookahead
 from ngram_pool import waiting
 from ngram_pool.waiting import kept_for_later, seconds_saved, told_if_long
 
@@ -16,6 +18,14 @@ def test_only_what_takes_long_is_told_and_to_a_terminal_alone(seconds, is_termin
         time.sleep(seconds)
     time.sleep(0.15)
     assert capsys.readouterr().err == ("thinking ...\n" if told else "")
+
+
+def test_a_wrap_that_takes_long_says_so(monkeypatch, capsys):
+    """The passes that try a large model take a minute."""
+    monkeypatch.setattr(waiting, "PATIENCE", 0.001)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    lookahead.wrap(tiny_model("llama"))
+    assert capsys.readouterr().err.startswith("trying how the model can be decoded ...\n")
 
 
 def test_time_counts_as_saved_only_if_something_was_made(monkeypatch):
