@@ -21,6 +21,7 @@ from lookahead.engine.call import Decoding
 from lookahead.engine.engine import Lookahead
 from lookahead.engine.loop import decoding
 from lookahead.engine.recording import RecordingStreamer
+from lookahead.engine.sampling import NewTokensProcessor
 from lookahead.guessing.combine import Ledger
 from lookahead.guessing.source import GuessSource
 from lookahead.passes.runner import Output, Pass
@@ -28,7 +29,7 @@ from lookahead.passes.sharing import run_together
 from lookahead.stats import Stats
 from lookahead.wrapping import engine_of
 
-__all__ = ["RecordingStreamer", "Sequences", "seeded"]
+__all__ = ["NewTokensProcessor", "RecordingStreamer", "Sequences", "seeded"]
 
 
 class Sequences:

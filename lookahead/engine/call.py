@@ -3,7 +3,7 @@
 import time
 from collections.abc import Generator, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from lookahead import compat
 from lookahead.decoding_pass import DecodingPass
 from lookahead.engine.engine import Lookahead
 from lookahead.engine.prefill import cache_passed_in, positions_in, prefill, prompts_of
-from lookahead.engine.sampling import NextTokenRule, goes_by_sequence, walk
+from lookahead.engine.sampling import NextTokenRule, runs_code_of_users, walk
 from lookahead.guessing.budget import Budget, average_length
 from lookahead.guessing.combine import Combined, needs_of
 from lookahead.guessing.pool import PoolAlone
@@ -91,7 +91,7 @@ class Call:
         self._runner = engine.find_runner(model, needs)
         temperature = engine.temperature(generation)
         self._top_k = needs.top_k, temperature
-        self._others_run = any(map(_runs_code_of_users, (*callbacks, *sources)))  # between passes
+        self._others_run = any(map(runs_code_of_users, (*callbacks, *sources)))  # between passes
         # What it may change, besides weights. Looking takes a millisecond.
         self._watched = state_of(model) if self._others_run else None
         pace = engine.find_pace(self._runner)
@@ -354,13 +354,3 @@ def _padded(ids: list[torch.Tensor], generation: GenerationConfig) -> torch.Tens
         return torch.cat(ids)
     pad = compat.pad_token(generation)
     return torch.cat([torch.nn.functional.pad(group, (0, longest - group.shape[1]), value=pad) for group in ids])
-
-
-def _runs_code_of_users(called: Any) -> bool:
-    """Whether a processor, criterion, streamer or source may run code that is neither ours nor transformers'."""
-    records = getattr(type(called), "records_steps", False)
-    if records and called.streamer is not None and _runs_code_of_users(called.streamer):
-        return True
-    module = type(called).__module__
-    is_known = goes_by_sequence(called) or isinstance(called, BaseStreamer)
-    return not (module.startswith("lookahead.") or (is_known and module.startswith("transformers.")))

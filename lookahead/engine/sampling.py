@@ -8,7 +8,7 @@ import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ from lookahead.passes.runner import Output
 from lookahead.step import Step
 
 if TYPE_CHECKING:
-    from lookahead.engine.scores import Hide
+    from lookahead.engine.scores import Change
 
 # Callbacks that treat each sequence of a batch independently of the others. Not every version of transformers has all.
 _PROCESSORS = (
@@ -55,8 +55,20 @@ BY_SEQUENCE = {
 
 
 def goes_by_sequence(callback: object) -> bool:
-    """Whether a processor or criterion is of BY_SEQUENCE and is transformers' own code."""
+    """Whether a processor or criterion is of BY_SEQUENCE and is transformers' own code, or sees one text by itself."""
+    if isinstance(callback, NewTokensProcessor):
+        return True
     return type(callback) in BY_SEQUENCE and is_wholly_own(type(callback).__call__)  # type: ignore[operator]  # called
+
+
+def runs_code_of_users(called: Any) -> bool:
+    """Whether a processor, criterion, streamer or source may run code that is neither ours nor transformers'."""
+    records = getattr(type(called), "records_steps", False)
+    if records and called.streamer is not None and runs_code_of_users(called.streamer):
+        return True
+    module = type(called).__module__
+    is_known = goes_by_sequence(called) or isinstance(called, BaseStreamer)
+    return not (module.startswith("lookahead.") or (is_known and module.startswith("transformers.")))
 
 
 def for_sequence(processor: LogitsProcessor, b: int) -> LogitsProcessor:
@@ -74,6 +86,28 @@ class NewTokensCriterion(StoppingCriteria):
     def ends(self, new: list[int]) -> bool:
         """Whether a text ends with the last of its tokens. It is called after each token, and must not change them."""
         raise NotImplementedError
+
+
+class NewTokensProcessor(LogitsProcessor):
+    """A processor for the scores of one text, which sees its tokens without the prompt, and computes without torch.
+
+    torch computes with a vocabulary in several threads, and waits for one that has lost its core to another program.
+    """
+
+    def __init__(self, prompt: int):
+        """prompt: its tokens, if `__call__` is used."""
+        self._prompt = prompt
+
+    def change(self, scores: np.ndarray, new: list[int]) -> None:
+        """Change the scores of the next token, float32 [vocabulary], in place. It is called once before each token, and
+        must not change ``new``."""
+        raise NotImplementedError
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """`change`, in the model's own decoding."""
+        row = scores[0].to("cpu", torch.float32, copy=True)
+        self.change(row.numpy(), input_ids[0, self._prompt :].tolist())
+        return row[None].to(scores.device)
 
 
 class Ends(NamedTuple):
@@ -142,7 +176,7 @@ class NextTokenRule:
         plain decoding."""
         self._chooses = len(ids) == 1 and not sees_all and (ids.is_cpu or not processors)
         self._asks = self._chooses and all(map(_asks_for_tokens, criteria))
-        shown = settings.streamer is not None and not type(settings.streamer).__module__.startswith("transformers.")
+        shown = settings.streamer is not None and runs_code_of_users(settings.streamer)
         self._is_watched = self._chooses and (shown or not self._asks)
         """Whether other code runs between tokens. It may set fields of processors and criteria."""
         self.shortcut = self._find_shortcut()
@@ -153,7 +187,7 @@ class NextTokenRule:
         self.takes_argmax = self.shortcut is not None and not (self.shortcut[0] or settings.do_sample)
         """Whether the next token is the argmax of the logits, and no other code sees them."""
 
-    def _find_shortcut(self) -> "tuple[list[LogitsProcessor | Hide], Warp] | None":
+    def _find_shortcut(self) -> "tuple[list[LogitsProcessor | Change], Warp] | None":
         return _choice_of(self.processors, self.settings.do_sample) if self._chooses else None
 
     def _read_ends(self) -> Ends | None:
@@ -302,7 +336,7 @@ def _warp_of(processors: Sequence[LogitsProcessor]) -> Warp | None:
     return warp if warp.top_k <= MAX_COUNT else None
 
 
-def _choice_of(processors: LogitsProcessorList, draws: bool) -> "tuple[list[LogitsProcessor | Hide], Warp]":
+def _choice_of(processors: LogitsProcessorList, draws: bool) -> "tuple[list[LogitsProcessor | Change], Warp]":
     """Return what makes scores of logits, as the first of these processors do, and a warp that stands for the rest.
 
     draws: whether tokens are drawn; otherwise the warp is that of all tokens.

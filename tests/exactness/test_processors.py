@@ -4,6 +4,7 @@ import random
 from types import SimpleNamespace
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, note
@@ -30,6 +31,8 @@ from transformers.generation import EosTokenCriteria
 import lookahead
 from lookahead import LookaheadConfig
 from lookahead.engine import scores, torch_choice
+from lookahead.engine.sampling import NextTokenRule, Settings
+from lookahead.tools.server.answering import Penalties
 
 
 def assert_same(model, run, budget=8):
@@ -328,3 +331,65 @@ def test_tokens_are_hidden_as_by_transformers(tokens, length, least, prompt, val
         expected = one(ids, row[None].clone())
         assert torch.equal(scores.changed(row, rule, [change]).nan_to_num(7.0), expected.nan_to_num(7.0))
     assert torch.equal(row.nan_to_num(7.0), torch.tensor(values).nan_to_num(7.0))
+
+
+@random_cases(200)
+@given(
+    prompt=st.lists(st.integers(0, 40), max_size=12),
+    new=st.lists(st.integers(0, 30), max_size=6),
+    penalty=st.floats(0.01, 20),
+    ignored=st.one_of(st.none(), st.integers(0, 15), st.integers(0, 15).map(lambda n: torch.tensor([n]))),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_repetitions_are_penalized_as_by_transformers(prompt, new, penalty, ignored, seed):
+    """Bit for bit, token by token, also tokens that are not in the vocabulary."""
+    drawn = np.random.default_rng(seed)
+    settings = Settings(do_sample=False)
+    ids = torch.tensor([prompt], dtype=torch.long)
+    processor = RepetitionPenaltyLogitsProcessor(penalty, ignored)
+    rule = NextTokenRule(ids, LogitsProcessorList([processor]), StoppingCriteriaList(), settings)
+    (change,) = scores.changes([processor])
+    assert isinstance(change, scores.Penalize)
+    for token in [*new, 0]:
+        row = torch.tensor(drawn.normal(0, 10, 31) * drawn.choice([1, np.inf, np.nan, 1e38], 31), dtype=torch.float32)
+        with np.errstate(all="raise"):
+            found = scores.changed(row, rule, [change])
+        expected = processor(rule.ids, row[None])
+        assert torch.equal(found.view(torch.int32), expected.view(torch.int32)) or torch.equal(
+            found.nan_to_num(7.0), expected.nan_to_num(7.0)
+        )
+        rule.record(token)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_logits_become_float32_as_by_torch(dtype):
+    row = torch.randn(1000, dtype=torch.float64).to(dtype)
+    row[:3] = torch.tensor([float("nan"), float("inf"), -float("inf")])
+    copied = scores.changed(row, None, [])
+    assert copied.dtype == torch.float32
+    assert torch.equal(copied[0].nan_to_num(7.0), row.float().nan_to_num(7.0))
+    copied += 1
+    assert row[2] == -float("inf")
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.7, "top_p": 0.9}, {"repetition_penalty": 1.3, "top_k": 20}])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_processor_that_sees_new_tokens_writes_the_same_with_and_without_torch(options, seed):
+    """Plain decoding calls it as transformers does, and lookahead without torch."""
+    model, ids = known_model("llama", 1), torch.tensor([[5, 6, 7, 8, 5, 6, 7]])
+    called = []
+
+    class Counting(Penalties):
+        def change(self, scores, new):
+            called.append(list(new))
+            super().change(scores, new)
+
+    def run():
+        called.clear()
+        torch.manual_seed(seed)
+        mine = LogitsProcessorList([Counting(7, 0.5, 0.25)])
+        text = model.generate(ids, max_new_tokens=20, do_sample=bool(options), logits_processor=mine, **options)
+        assert called == [text[0, 7 : 7 + n].tolist() for n in range(len(called))]  # once before each token
+        return text.tolist()
+
+    assert_same(model, run)

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import GenerationConfig, LogitsProcessor, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from lookahead.extending import Stats, Step
-from lookahead.sequences import RecordingStreamer
+from lookahead.sequences import NewTokensProcessor, RecordingStreamer
 from lookahead.streaming import (
     BYTE_TOKEN,
     CONTEXT,
@@ -361,7 +361,7 @@ class Writer(RecordingStreamer):
         return list(dropwhile(lambda one: not one.token.strip(), told)) if self._trim.begins else told
 
 
-class Probabilities(LogitsProcessor):
+class Probabilities(NewTokensProcessor):
     """Notes how probable each token of an answer was.
 
     It stands behind penalties, and before what enforces a format or the end of reasoning.
@@ -369,7 +369,8 @@ class Probabilities(LogitsProcessor):
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: int, count: int):
         """count: of the likeliest tokens that are named with each."""
-        self._tokenizer, self._prompt, self._count = tokenizer, prompt, count
+        super().__init__(prompt)
+        self._tokenizer, self._count = tokenizer, count
         # Decoders drop the space before a first word, so each token is decoded behind another one.
         self._before: list[int] = tokenizer("a", add_special_tokens=False).input_ids[-1:]
         self._length = len(str(tokenizer.decode(self._before)))
@@ -379,10 +380,9 @@ class Probabilities(LogitsProcessor):
         self._shown = 0  # tokens of which it was returned
         self._left_out = set[int]()
 
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self.see(input_ids[0, self._prompt :].tolist()[-1:])
-        self._row = scores[0].float().log_softmax(-1).cpu().numpy()
-        return scores
+    def change(self, scores: np.ndarray, new: list[int]) -> None:
+        self.see(new[-1:])
+        self._row = torch.from_numpy(scores).log_softmax(-1).numpy()
 
     def see(self, last: list[int]) -> None:
         """Note the last token, if it has not been noted."""
@@ -427,12 +427,13 @@ def _top_k(row: np.ndarray, count: int) -> list[int]:
     return candidates[np.argsort(-row[candidates], kind="stable")[:count]].tolist()
 
 
-class Penalties(LogitsProcessor):
+class Penalties(NewTokensProcessor):
     """Takes ``presence`` from the logit of each token that an answer has, and ``frequency`` for each time."""
 
     def __init__(self, prompt: int, presence: float, frequency: float):
-        self._prompt, self._presence, self._frequency = prompt, presence, frequency
+        super().__init__(prompt)
+        self._presence, self._frequency = np.float32(presence), np.float32(frequency)
 
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        counts = torch.bincount(input_ids[0, self._prompt :], minlength=scores.shape[-1])[: scores.shape[-1]]
-        return scores - self._presence * (counts > 0) - self._frequency * counts
+    def change(self, scores: np.ndarray, new: list[int]) -> None:
+        tokens, counts = np.unique(np.array([token for token in new if token < len(scores)], int), return_counts=True)
+        scores[tokens] = scores[tokens] - self._presence - self._frequency * counts.astype(np.float32)

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import torch
 from llguidance import LLMatcher, LLTokenizer
 from llguidance.hf import from_tokenizer
-from transformers import LogitsProcessor, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from lookahead.extending import GuessSource, Limits
+from lookahead.sequences import NewTokensProcessor
 from lookahead.tools.server.fields import Demand, RefusedError
 from lookahead.tools.server.reading import Prompt
 from ngram_pool import GuessTree
@@ -205,7 +205,7 @@ class Enforced:
         self._check()
 
     @property
-    def allowed(self) -> torch.Tensor:
+    def allowed(self) -> np.ndarray:
         """The tokens that may come next, bool [vocabulary]. Raises RefusedError if the grammar grows too large."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         self._check()
@@ -218,7 +218,7 @@ class Enforced:
                 "pattern",
                 self._param,
             )
-        return torch.from_numpy(mask)
+        return mask
 
     def _check(self) -> None:
         if not self._matcher.is_error():
@@ -242,7 +242,7 @@ class Enforced:
         return self._matcher.compute_ff_tokens()
 
 
-class HideForbidden(LogitsProcessor):
+class HideForbidden(NewTokensProcessor):
     """Leaves only the tokens that the grammar of a text allows.
 
     Other settings hide tokens, too: those that end a text (min_new_tokens), or would repeat it (no_repeat_ngram_size).
@@ -251,22 +251,21 @@ class HideForbidden(LogitsProcessor):
 
     def __init__(self, text: Enforced, ends: Iterable[int]):
         """ends: tokens that end a text."""
+        super().__init__(text.length)
         self._text, self._ends = text, list(ends)
 
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self._text.follow(input_ids[0, self._text.length :].tolist())
-        allowed = self._text.allowed[: scores.shape[-1]].to(scores.device)
-        left = scores.masked_fill(~allowed, -float("inf"))
-        if left.max() > -float("inf") or bool(left.isnan().any()):
-            return left
+    def change(self, scores: np.ndarray, new: list[int]) -> None:
+        self._text.follow(new[self._text.length - self._prompt :])
+        scores[~self._text.allowed[: len(scores)]] = -np.inf
+        if scores.max() != -np.inf:  # also if one is NaN
+            return
         if not self._text.may_end:
             raise RefusedError(
                 "no token is left that the schema allows: what else is asked for (such as no_repeat_ngram_size) hides "
                 "all of them; leave it out",
                 "generation_config",
             )
-        left[:, self._ends] = 0
-        return left
+        scores[self._ends] = 0
 
 
 class ForcedTokens(GuessSource):

@@ -3,9 +3,10 @@
 from collections import deque
 from dataclasses import dataclass
 
-import torch
-from transformers import LogitsProcessor, PreTrainedTokenizerBase
+import numpy as np
+from transformers import PreTrainedTokenizerBase
 
+from lookahead.sequences import NewTokensProcessor
 from lookahead.streaming import TextPieces
 
 
@@ -18,7 +19,7 @@ class Marks:
     have_begun: bool
 
 
-class LimitThinking(LogitsProcessor):
+class LimitThinking(NewTokensProcessor):
     """Ends the reasoning of an answer when it has a number of tokens: the mark that closes it is the only choice then.
 
     What the answer reasons later, behind marks of its own, counts, too.
@@ -26,25 +27,24 @@ class LimitThinking(LogitsProcessor):
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: int, marks: Marks, most: int):
         """prompt: its tokens. most: tokens of reasoning, without marks."""
+        super().__init__(prompt)
         self._texts = TextPieces(tokenizer, with_special=True)
-        self._marks, self._left, self._length = marks, most, prompt
+        self._marks, self._left, self._followed = marks, most, 0  # tokens of the answer
         self._thinks, self._text = marks.have_begun, ""
         self._closing: list[int] = tokenizer(marks.closes, add_special_tokens=False).input_ids
         self._forced = list[int]()  # what is left to write of the mark
 
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        for token in input_ids[0, self._length :].tolist():
+    def change(self, scores: np.ndarray, new: list[int]) -> None:
+        for token in new[self._followed :]:
             self._follow(token)
         if self._thinks and self._left <= 0 and not self._forced:
             self._forced = list(self._closing)
-        if not self._forced:
-            return scores
-        only = torch.full_like(scores, -float("inf"))
-        only[:, self._forced.pop(0)] = 0
-        return only
+        if self._forced:
+            scores[:] = -np.inf
+            scores[self._forced.pop(0)] = 0
 
     def _follow(self, token: int) -> None:
-        self._length += 1
+        self._followed += 1
         self._text += self._texts.add([token])
         self._left -= self._thinks
         while True:
