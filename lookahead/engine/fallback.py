@@ -77,7 +77,10 @@ def why_plain(
             "spread), for example because activations are quantized in each pass; with "
             "LookaheadConfig(allow_row_dependent=True) it is decoded, but writes other texts"
         )
-    in_training, has_no_cache = bool(state_of(model).in_training), model_kwargs.get("use_cache") is False
+    uses_cache = model_kwargs.get("use_cache", True)
+    if not uses_cache and uses_cache is not False:  # generate() then makes a cache, and adds the whole text each time
+        return f"with use_cache={uses_cache!r}"
+    in_training, has_no_cache = bool(state_of(model).in_training), not uses_cache
     prepares = None if (users := state_of(model).users) is None else users.prepares
     if in_training or has_no_cache or prepares:
         from lookahead.passes import conditions  # other calls have none to try

@@ -8,7 +8,7 @@ import torch
 from transformers import GenerationConfig
 from transformers.cache_utils import Cache
 
-from lookahead.compat import CACHE_ARGUMENTS, dropped_mask_length
+from lookahead.compat import CACHE_ARGUMENTS, caches_nothing, dropped_mask_length
 from lookahead.guessing.combine import Combined
 from lookahead.models.adapter import context_length
 from lookahead.models.cache import AnyCache, LookaheadCache, copy_of_cache, counts_positions
@@ -61,7 +61,9 @@ def positions_in(cache: Cache | None) -> int:
 def has_new_layers(cache: Cache) -> bool:
     """Whether no layer has keys and values, or is to record its past. Layers that keep states do not show the first."""
     return not any(
-        getattr(layer, "is_initialized", False) or getattr(layer, "record_past", False) for layer in cache.layers
+        getattr(layer, "is_initialized", False) or getattr(layer, "record_past", False)
+        for layer in cache.layers
+        if not caches_nothing(layer)
     )
 
 

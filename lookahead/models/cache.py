@@ -502,7 +502,7 @@ class LookaheadCache(Cache):
             keeps_state = isinstance(first, KeepsState)
             if keeps_state or (isinstance(first, InPlaceLayer) and layers[1].is_initialized):
                 first.stack(list(layers[1:]), offsets)
-            elif offsets and layers[1].is_initialized:  # transformers' own, which have no batches of ours
+            elif offsets and getattr(layers[1], "keys", None) is not None:  # transformers' own, not batches of ours
                 first.keys, first.values = (
                     pad(part, (0, 0, offsets[0], 0)) for part in (layers[1].keys, layers[1].values)
                 )

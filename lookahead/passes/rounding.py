@@ -20,7 +20,10 @@ def tolerance(dtype: torch.dtype, noise: float = 0.0) -> float:
 
 
 def row_errors(logits: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    """Return the distances, [rows], of rows [..., vocabulary] from a reference, relative to the spread of its rows."""
+    """Return the distances, [rows], of rows [..., vocabulary] from a reference, relative to the spread of its rows.
+
+    Equal rows have the error 0, also without a spread: where a padding token has a zero embedding, its logits are zero.
+    """
     parts = [rows.reshape(-1, rows.shape[-1]).split(AT_ONCE) for rows in (logits, reference)]
     return torch.cat([_row_errors(*part) for part in zip(*parts, strict=True)])
 
@@ -28,7 +31,8 @@ def row_errors(logits: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
 def _row_errors(logits: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
     logits, reference = logits.double(), reference.double().to(logits.device)
     spread = (reference - reference.mean(-1, keepdim=True)).norm(dim=-1)
-    return (logits - reference).norm(dim=-1) / spread
+    distance = (logits - reference).norm(dim=-1)
+    return (distance / spread).where(distance != 0, 0.0)
 
 
 def relative_error(logits: torch.Tensor, reference: torch.Tensor) -> float:

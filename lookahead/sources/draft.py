@@ -42,11 +42,13 @@ from lookahead.extending import (
     can_rewind,
     choose_runner,
     context_length,
+    device_of,
     draws_at,
     grow,
     lay_out,
     rewind,
     settle,
+    state_of,
     step_costs,
     synchronize,
     top_k,
@@ -250,6 +252,17 @@ class _Inner:
 _inner = OfModels[_Inner]()
 
 
+@contextmanager
+def _draws_undone(model: PreTrainedModel) -> Iterator[None]:
+    """Leave torch's generators as they were: dropout of a draft model in training mode draws from them."""
+    device = device_of(model)
+    with ExitStack() as stack:
+        if state_of(model).in_training:
+            of_device = [] if device.type == "cpu" else [device]
+            stack.enter_context(torch.random.fork_rng(of_device, device_type=device.type))
+        yield
+
+
 class DraftModelSource(GuessSource):
     """Proposes the likely tokens of a draft model with the same vocabulary.
 
@@ -313,7 +326,8 @@ class DraftModelSource(GuessSource):
                 source._check_path([*users, self.model])
 
     def start(self, batch: Batch) -> "DraftGuesser":
-        return DraftGuesser(self, batch)
+        with _draws_undone(self.model):
+            return DraftGuesser(self, batch)
 
 
 class DraftGuesser(Guesser):
@@ -353,6 +367,10 @@ class DraftGuesser(Guesser):
         self._inner.select(sequences)
 
     def propose(self, texts: list[list[int]], limits: Limits) -> list[GuessTree]:
+        with _draws_undone(self.model):
+            return self._propose(texts, limits)
+
+    def _propose(self, texts: list[list[int]], limits: Limits) -> list[GuessTree]:
         self._forget()
         if not (self._serves and max(limits.depths) > 0 and self._catch_up(texts)):
             self._drafts = []

@@ -4,6 +4,7 @@ import copy
 import re
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from accelerate import cpu_offload, disk_offload
@@ -440,3 +441,12 @@ def test_plain_decoding_is_tried_once_for_all_runners(monkeypatch):
 
 def test_each_setting_by_which_a_model_is_limited_is_looked_for():
     assert {*limits.DENSE_UP_TO.values(), "attn_temperature_tuning"} == fallback.LIMITING
+
+
+@pytest.mark.parametrize("vocabulary", [2, 3, 97])
+def test_a_token_without_an_embedding_refuses_no_model(vocabulary):
+    """Torch sets the embedding of a padding token to zero, so that its logits are all equal."""
+    first = int(np.random.default_rng(0).integers(0, vocabulary, (1, 20))[0, 0])  # of the probe's tokens
+    model = tiny_model("llama", vocab_size=vocabulary, pad_token_id=first, eos_token_id=None, bos_token_id=None)
+    assert not model.get_input_embeddings().weight[first].any()
+    assert lookahead.wrap(model).lookahead.adapter.can_branch

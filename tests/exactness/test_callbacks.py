@@ -266,6 +266,17 @@ def test_settings_that_change_what_a_model_reads_are_left_to_it(what):
     assert what in model.lookahead.last.plain
 
 
+@pytest.mark.parametrize("no_cache", [None, 0, ""])
+def test_what_is_neither_true_nor_false_makes_a_cache_that_is_not_used(no_cache):
+    """generate() makes one for every value but False, and then passes the whole text to it each time."""
+    model = tiny_model("gpt_oss")
+    expected = written(model, {"input_ids": IDS}, GREEDY | {"use_cache": no_cache})
+    assert expected != written(model, {"input_ids": IDS}, GREEDY)
+    lookahead.wrap(model, CONFIG)
+    assert written(model, {"input_ids": IDS}, GREEDY | {"use_cache": no_cache}) == expected
+    assert model.lookahead.last.plain == f"with use_cache={no_cache!r}"
+
+
 def test_chunks_without_a_cache_are_refused_as_plain_decoding_refuses_them():
     model = lookahead.wrap(tiny_model("llama"), CONFIG)
     with (

@@ -6,8 +6,8 @@ from copy import deepcopy
 import pytest
 import torch
 from test_lossless import random_prompt
-from transformers import DynamicCache
-from zoo import SETTINGS, WITH_STATE, tiny_model
+from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
+from zoo import ALIKE, SETTINGS, WITH_STATE, tiny_model
 
 import lookahead
 from lookahead import LookaheadConfig
@@ -369,3 +369,44 @@ def test_a_wrapped_assistant_of_plain_decoding_can_take_back_what_was_rejected(m
     lookahead.wrap(assistant)
     assert model.generate(ids, assistant_model=assistant, **options).tolist() == expected.tolist()
     assert continued() == plain
+
+
+class SettingAHook(LogitsProcessor):
+    """Sets a harmless hook before its third token. The model's own code then computes the rest."""
+
+    def __init__(self, model):
+        self.module, self.calls, self.hooks = list(model.modules())[-1], 0, []
+
+    def __call__(self, input_ids, scores):
+        self.calls += 1
+        if self.calls == 3:
+            self.hooks.append(self.module.register_forward_hook(lambda module, inputs, output: None))
+        return scores
+
+
+@pytest.mark.parametrize("how", ["given back", "passed in", "changed meanwhile"])
+@pytest.mark.parametrize("model_type", sorted({*SETTINGS, *ALIKE} - NO_CONVERSATION))
+def test_a_batch_leaves_lookahead_for_the_models_own_code(model_type, how):
+    """Its layers become those that transformers makes, also where a layer only stands for one that caches nothing."""
+    model = tiny_model(model_type)
+    ids = torch.tensor([[5, 6, 7, 8, 9, 5, 6], [5, 6, 7, 8, 9, 5, 7]])
+    options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "attention_mask": torch.ones_like(ids)}
+
+    def run():
+        if how == "changed meanwhile":
+            setting = SettingAHook(model)
+            text = model.generate(ids, **options, logits_processor=LogitsProcessorList([setting]))
+            for hook in setting.hooks:
+                hook.remove()
+            return text.tolist()
+        own = {}
+        if how == "passed in":
+            own = {"past_key_values": DynamicCache(config=model.config.get_text_config(decoder=True))}
+        output = model.generate(ids, **options, **own, return_dict_in_generate=True)
+        longer = torch.cat([output.sequences, ids[:, :2]], dim=1)
+        more = options | {"attention_mask": torch.ones_like(longer), "past_key_values": output.past_key_values}
+        return output.sequences.tolist(), model.generate(longer, **more).tolist()
+
+    expected = run()
+    lookahead.wrap(model)
+    assert run() == expected

@@ -458,3 +458,22 @@ def test_a_draft_model_may_skip_its_own_layers():
     lookahead.wrap(small, source=[PoolSource(), LayerSkipSource(small, skipped=(1,))])
     lookahead.wrap(model, source=[PoolSource(), DraftModelSource(small)])
     assert model.generate(IDS, max_new_tokens=20, do_sample=False).tolist() == expected
+
+
+@pytest.mark.parametrize("draft_type", ["gpt2", "llama"])
+@pytest.mark.parametrize("as_assistant", [False, True])
+def test_dropout_of_a_draft_model_draws_nothing_from_the_text(draft_type, as_assistant):
+    """A model that is made, not loaded, is in training mode."""
+    dropout = {"gpt2": {"attn_pdrop": 0.5}, "llama": {"attention_dropout": 0.5}}[draft_type]
+    model, draft = tiny_model("llama"), tiny_model(draft_type, **dropout).train()
+
+    def written(**options):
+        torch.manual_seed(3)
+        text = model.generate(IDS, do_sample=True, max_new_tokens=30, eos_token_id=None, **options)
+        return text.tolist(), torch.get_rng_state().tolist()
+
+    expected = written()
+    lookahead.wrap(model, source=None if as_assistant else [PoolSource(), DraftModelSource(draft)])
+    assert written(**({"assistant_model": draft} if as_assistant else {})) == expected
+    assert model.lookahead.last.sources["DraftModelSource"].proposed
+    assert draft.training
