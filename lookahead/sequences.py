@@ -76,7 +76,8 @@ class Sequences:
         options: other arguments of `generate`. With ``prefill_chunk_size``, a step prefills this many tokens of a
             prompt, so that a long prompt does not block the other texts; by default, it prefills a whole prompt.
 
-        Raises ValueError for ``custom_generate`` and ``assistant_model``, and for a seed that torch does not take.
+        Raises ValueError for ``custom_generate`` and ``assistant_model``, ``stop_strings`` without a ``tokenizer``, and
+        for a seed that torch does not take.
         Raises TypeError for other arguments of a wrong type, and if the model has been unwrapped. If the model's own
         decoding serves a text (`Lookahead.report`), it is written in one step; several texts that begin together are
         then sampled together, after ``seed``.
@@ -96,6 +97,10 @@ class Sequences:
         if not (isinstance(seed, Integral) and -(2**63) <= seed < 2**64):
             raise ValueError(f"seed={seed!r} must be a whole number in -2**63..2**64-1")
         sources = [source] if isinstance(source, GuessSource) else list(source)
+        if options.get("stop_strings"):
+            from lookahead.compat.stop_strings import as_criterion  # other texts end without them
+
+            options = as_criterion(options)
         begin = partial(self._begin, input_ids, int(seed), sources, streamer, options)
         self._submitted.append(text := _Text(begin))
         return text.future

@@ -2,7 +2,24 @@
 
 from typing import Any
 
+from transformers import StoppingCriteriaList
 from transformers.generation import stopping_criteria
+
+
+def as_criterion(options: dict[str, Any]) -> dict[str, Any]:
+    """The same arguments of generate(), with a criterion in the place of stop strings.
+
+    transformers does not see the tokenizer, which they need, if a ``custom_generate`` is given as well.
+    Raises ValueError if there is none.
+    """
+    options = dict(options)
+    stops, tokenizer = options.pop("stop_strings", None), options.pop("tokenizer", None)
+    if not stops:
+        return options
+    if tokenizer is None:
+        raise ValueError(f"stop_strings={stops!r:.80} need the tokenizer: give tokenizer=...")
+    own = stopping_criteria.StopStringCriteria(tokenizer, stops)
+    return options | {"stopping_criteria": StoppingCriteriaList([*(options.get("stopping_criteria") or ()), own])}
 
 
 def tokens_that_end_stop_strings(criterion: Any) -> frozenset[int] | None:

@@ -16,7 +16,7 @@ from lookahead.engine.call import Call, Decoding
 from lookahead.engine.draws import Race
 from lookahead.engine.engine import Lookahead
 from lookahead.engine.fallback import why_plain
-from lookahead.engine.sampling import NextTokenRule, Settings, for_sequence, goes_by_sequence
+from lookahead.engine.sampling import NewTokensProcessor, NextTokenRule, Settings, for_sequence, goes_by_sequence
 from lookahead.models.state import looked_at
 from lookahead.passes.runner import Output
 
@@ -145,13 +145,16 @@ def _rules(
         (len(ids) > 1 or seeds is not None)
         and not (any(keeps) or streamer is not None)
         and all(map(goes_by_sequence, (*processors, *criteria)))
+        and not (len(ids) > 1 and any(isinstance(processor, NewTokensProcessor) for processor in processors))
         and (pads or all(type(criterion) is MaxLengthCriteria for criterion in criteria))
     )
     pad_token = compat.pad_token(generation) if pads else None
     settings = Settings(generation.do_sample, pad_token, *keeps, streamer)
     if not at_own_pace:
         return [NextTokenRule(ids, processors, criteria, settings, _seeded(seeds, ids.device) if seeds else None)], None
-    own = [LogitsProcessorList(for_sequence(processor, b) for processor in processors) for b in range(len(ids))]
+    own = [
+        LogitsProcessorList(for_sequence(processor, b, len(ids)) for processor in processors) for b in range(len(ids))
+    ]
     # Each sequence has its own draws, so that they do not depend on how far the others advance in a step.
     draws: Sequence[Sequence[torch.Generator] | Race | None] = [None] * len(ids)
     of_batch = None

@@ -71,10 +71,10 @@ def runs_code_of_users(called: Any) -> bool:
     return not (module.startswith("lookahead.") or (is_known and module.startswith("transformers.")))
 
 
-def for_sequence(processor: LogitsProcessor, b: int) -> LogitsProcessor:
-    """A processor of BY_SEQUENCE, for only sequence ``b`` of the batch."""
+def for_sequence(processor: LogitsProcessor, b: int, sequences: int) -> LogitsProcessor:
+    """A processor of BY_SEQUENCE, for only sequence ``b`` of a batch of so many."""
     ignored = getattr(processor, "prompt_ignore_length", None)  # a repetition penalty keeps each sequence's padding
-    if isinstance(ignored, torch.Tensor):
+    if isinstance(ignored, torch.Tensor) and len(ignored) == sequences:  # of another length, it raises
         processor = copy.copy(processor)
         processor.prompt_ignore_length = ignored[b : b + 1]  # type: ignore[attr-defined]  # `ignored` shows it exists
     return processor
@@ -104,7 +104,9 @@ class NewTokensProcessor(LogitsProcessor):
         raise NotImplementedError
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """`change`, in the model's own decoding."""
+        """`change`, in the model's own decoding. Raises ValueError for several texts."""
+        if len(scores) > 1:
+            raise ValueError(f"{type(self).__name__} is for one text, not for {len(scores)}: submit each with its own")
         row = scores[0].to("cpu", torch.float32, copy=True)
         self.change(row.numpy(), input_ids[0, self._prompt :].tolist())
         return row[None].to(scores.device)
@@ -176,8 +178,8 @@ class NextTokenRule:
         plain decoding."""
         self._chooses = len(ids) == 1 and not sees_all and (ids.is_cpu or not processors)
         self._asks = self._chooses and all(map(_asks_for_tokens, criteria))
-        shown = settings.streamer is not None and runs_code_of_users(settings.streamer)
-        self._is_watched = self._chooses and (shown or not self._asks)
+        callbacks = [*processors, *criteria, *filter(None, [settings.streamer])]
+        self._is_watched = self._chooses and (not self._asks or any(map(runs_code_of_users, callbacks)))
         """Whether other code runs between tokens. It may set fields of processors and criteria."""
         self.shortcut = self._find_shortcut()
         """How a token of a single sequence is chosen without torch: what makes scores of its logits, and a warp. None

@@ -4,6 +4,7 @@ The usual processors are done here by numpy (`NewTokensProcessor` says why).
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,44 +22,73 @@ FOREVER = 2**62
 
 
 class Change:
-    """What a processor does to the scores of one text."""
+    """What a processor of transformers does to the scores of one text. Its settings are read each time, as it does."""
 
-    def apply(self, scores: np.ndarray, rule: NextTokenRule) -> None:
-        """Change the scores of the next token, float32 [vocabulary], in place. rule: of the text, and only of it."""
+    def __init__(self, processor: LogitsProcessor):
+        self.processor = processor
+
+    def apply(self, scores: np.ndarray, rule: NextTokenRule) -> bool:
+        """Change the scores of the next token, float32 [vocabulary], in place. rule: of the text, and only of it.
+
+        Returns False, and changes nothing, if the processor must do it.
+        """
         raise NotImplementedError
 
 
 class Hide(Change):
     """Sets the scores of some tokens to -inf, in short texts."""
 
-    def __init__(self, tokens: torch.Tensor, length: int = FOREVER):
-        """tokens: integers. length: of the prompt and the text."""
-        self._tokens, self._length = tokens.flatten().long().numpy(), length
-
-    def apply(self, scores: np.ndarray, rule: NextTokenRule) -> None:
-        if rule.length < self._length:
-            scores[_known(self._tokens, scores)] = -np.inf
+    def apply(self, scores: np.ndarray, rule: NextTokenRule) -> bool:
+        processor: Any = self.processor
+        tokens, length = processor.suppress_tokens if type(processor) is _SUPPRESS else processor.eos_token_id, FOREVER
+        if type(processor) is _MIN_LENGTH:
+            length = processor.min_length
+        elif type(processor) is _MIN_NEW:
+            length = processor.prompt_length_to_skip + processor.min_new_tokens
+        if tokens.is_floating_point():  # also if there are none
+            return False
+        if rule.length < length:
+            scores[_known(tokens.flatten().long().numpy(), scores)] = -np.inf
+        return True
 
 
 class Penalize(Change):
-    """Divides the scores of the tokens that a text has, or multiplies those that are negative."""
+    """Divides the scores of the tokens that a text has by a penalty, or multiplies those that are negative."""
 
-    def __init__(self, penalty: float, ignored: int = 0):
-        """ignored: first tokens of the prompt that do not count."""
-        self._penalty, self._seen = penalty, np.zeros(0, bool)  # by token, up to position _until
-        self._until = ignored
+    def __init__(self, processor: LogitsProcessor):
+        super().__init__(processor)
+        self._ignored = self._until = 0
+        self._seen = np.zeros(0, bool)  # by token, from position _ignored to _until
 
-    def apply(self, scores: np.ndarray, rule: NextTokenRule) -> None:
-        if not len(self._seen):
-            self._seen = np.zeros(len(scores), bool)
+    def apply(self, scores: np.ndarray, rule: NextTokenRule) -> bool:
+        processor: Any = self.processor
+        penalty, ignored = processor.penalty, _first_that_counts(processor)
+        if ignored is None or not isinstance(penalty, float):
+            return False
+        if not len(self._seen) or ignored != self._ignored:
+            self._seen, self._ignored, self._until = np.zeros(len(scores), bool), ignored, ignored
         if (begin := self._until) < rule.length:
             new = rule.new[begin - rule.width :] if begin >= rule.width else rule.ids[0, begin:].numpy()
             self._seen[_known(np.asarray(new), scores)] = True
             self._until = rule.length
-        tokens = self._seen.nonzero()[0]
+        tokens, by = self._seen.nonzero()[0], np.float32(penalty)
         found = scores[tokens]
         with np.errstate(all="ignore"):
-            scores[tokens] = np.where(found < 0, found * self._penalty, found / self._penalty)
+            scores[tokens] = np.where(found < 0, found * by, found / by)
+        return True
+
+
+_SUPPRESS, _MIN_LENGTH, _MIN_NEW = (
+    SuppressTokensLogitsProcessor, MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor
+)  # fmt: skip
+
+
+def _first_that_counts(processor: Any) -> int | None:
+    """The first position whose token a repetition penalty sees; None if it is no whole number."""
+    ignored = processor.prompt_ignore_length
+    if isinstance(ignored, torch.Tensor) and ignored.numel() == 1 and not ignored.is_floating_point():
+        ignored = int(ignored)
+    return 0 if ignored is None else ignored if isinstance(ignored, int) and ignored >= 0 else None
 
 
 def _known(tokens: np.ndarray, scores: np.ndarray) -> np.ndarray:
@@ -71,32 +101,13 @@ def changes(processors: Sequence[LogitsProcessor]) -> list[LogitsProcessor | Cha
 
     processors: none keeps the scores that it returns.
     """
-    return [_change_of(processor) or processor for processor in processors]
+    return [_change_of(processor) for processor in processors]
 
 
-def _change_of(processor: LogitsProcessor) -> Change | None:
-    length = FOREVER
+def _change_of(processor: LogitsProcessor) -> LogitsProcessor | Change:
     if type(processor) is RepetitionPenaltyLogitsProcessor:
-        return _penalizes(processor)
-    if type(processor) is MinLengthLogitsProcessor:
-        tokens, length = processor.eos_token_id, processor.min_length
-    elif type(processor) is MinNewTokensLengthLogitsProcessor:
-        tokens, length = processor.eos_token_id, processor.prompt_length_to_skip + processor.min_new_tokens
-    elif type(processor) is SuppressTokensLogitsProcessor:
-        tokens = processor.suppress_tokens
-    else:
-        return None
-    return None if tokens.is_floating_point() else Hide(tokens, length)  # also if there are none
-
-
-def _penalizes(processor: RepetitionPenaltyLogitsProcessor) -> Penalize | None:
-    penalty, ignored = processor.penalty, getattr(processor, "prompt_ignore_length", None)
-    if isinstance(ignored, torch.Tensor) and ignored.numel() == 1:
-        ignored = int(ignored)
-    if ignored is None:
-        ignored = 0
-    is_usual = isinstance(penalty, float) and isinstance(ignored, int) and ignored >= 0
-    return Penalize(penalty, ignored) if is_usual else None
+        return Penalize(processor)
+    return Hide(processor) if type(processor) in (_SUPPRESS, _MIN_LENGTH, _MIN_NEW) else processor
 
 
 def changed(row: torch.Tensor, rule: NextTokenRule, through: Sequence[LogitsProcessor | Change]) -> torch.Tensor:
@@ -107,7 +118,8 @@ def changed(row: torch.Tensor, rule: NextTokenRule, through: Sequence[LogitsProc
     scores = _in_float32(row.to("cpu"))[None]  # generate() moves it to its ids
     for change in through:
         if isinstance(change, Change):
-            change.apply(scores.numpy()[0], rule)
+            if not change.apply(scores.numpy()[0], rule):
+                scores = change.processor(rule.ids, scores)
         elif isinstance(change, NewTokensProcessor):
             change.change(scores.numpy()[0], rule.new)
         else:
@@ -118,7 +130,8 @@ def changed(row: torch.Tensor, rule: NextTokenRule, through: Sequence[LogitsProc
 def _in_float32(row: torch.Tensor) -> torch.Tensor:
     """Copy a row of logits."""
     if row.dtype != torch.bfloat16:
-        return torch.from_numpy(row.numpy().astype(np.float32))
+        with np.errstate(over="ignore"):  # torch does not warn, either
+            return torch.from_numpy(row.numpy().astype(np.float32))
     wide = row.view(torch.uint16).numpy().astype(np.uint32)
     wide <<= 16  # numpy has no bfloat16, which is the upper half of a float32
     return torch.from_numpy(wide.view(np.float32))

@@ -30,7 +30,12 @@ class UsersGuesser(Guesser):
         self._guesser.attach(model, cache)
 
     def propose(self, texts: list[list[int]], limits: Limits) -> list[GuessTree]:
-        trees = list(self._guesser.propose(_copies_of(texts), _lent(limits)) or [])
+        proposed = self._guesser.propose(_copies_of(texts), _lent(limits))
+        if proposed is None:
+            return []
+        if isinstance(proposed, GuessTree | np.ndarray):
+            raise TypeError(f"{self._name} proposes {proposed!r:.60}: propose a list, of a GuessTree for each sequence")
+        trees = list(proposed)
         for tree in trees:
             if not isinstance(tree, GuessTree):
                 raise TypeError(
@@ -41,13 +46,13 @@ class UsersGuesser(Guesser):
                 raise TypeError(
                     f"{self._name} proposes tokens of {tree.tokens.dtype}: make trees by GuessTree.of or .chain"
                 )
-        return trees
+        return list(map(_of_usual_numbers, trees))
 
     def look_ahead(self, limits: Limits) -> list[list[np.ndarray]]:
         found, sequences = self._guesser.look_ahead(_lent(limits)), len(limits.depths)
         try:
             windows = [[np.asarray(row) for row in rows] for rows in found]
-        except TypeError:
+        except (TypeError, ValueError):
             windows = []
         every = [row for rows in windows for row in rows]
         if (
@@ -60,7 +65,7 @@ class UsersGuesser(Guesser):
                 f"{self._name}.look_ahead returns {found!r:.80} for {sequences} sequences: return a list for each, "
                 f"of rows of one length, int64, with tokens in 0..{self._vocabulary - 1}; [] for no window"
             )
-        return windows
+        return [[row.astype(np.int64) for row in rows] for rows in windows]
 
     def observe(self, outcome: Outcome) -> None:
         texts, paths, emitted = map(_copies_of, (outcome.texts, outcome.paths, outcome.emitted))
@@ -86,6 +91,13 @@ def start(source: GuessSource, batch: Batch, name: str) -> Guesser:
             "self"
         )
     return guesser if is_ours(guesser) else UsersGuesser(guesser, name, batch.vocabulary)
+
+
+def _of_usual_numbers(tree: GuessTree) -> GuessTree:
+    """The same tree in the dtypes that a `GuessTree` has: C++ reads its numbers as these."""
+    of_ints = (np.asarray(one).astype(np.int64) for one in (tree.tokens, tree.parents, tree.depths, tree.sources))
+    tokens, parents, depths, sources = of_ints
+    return GuessTree(tokens, parents, depths, np.asarray(tree.probabilities).astype(np.float64), sources)
 
 
 def _lent(limits: Limits) -> Limits:

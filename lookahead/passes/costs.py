@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -129,9 +129,14 @@ class StepCosts:
             if self._kept is not None and np.abs(np.log(now / self._kept)).max() < np.log(REWRITE_RATIO):
                 return
             self._kept = now
-        data = {"rungs": RUNGS, "seconds": self.seconds.tolist(), "per_position": self.per_position.tolist(),
-                "overhead": self.overhead, "overhead_per_row": self.overhead_per_row}  # fmt: skip
-        stored.keep(self.path, data)
+        stored.keep(self.path, self.as_dict())
+
+    def as_dict(self) -> dict[str, Any]:
+        """What is kept for later processes."""
+        return {
+            "rungs": RUNGS, "seconds": self.seconds.tolist(), "per_position": self.per_position.tolist(),
+            "overhead": self.overhead, "overhead_per_row": self.overhead_per_row,
+        }  # fmt: skip
 
     def _summary(self) -> np.ndarray:
         return np.array([self(_RUNGS, length) for length in (0, LONG_CONTEXT)])

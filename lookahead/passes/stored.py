@@ -33,7 +33,7 @@ def read(path: Path) -> dict[str, Any] | None:
     """Read a file. None: there is none, or it is not valid."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
 
@@ -41,9 +41,13 @@ def read(path: Path) -> dict[str, Any] | None:
 def write(path: Path, data: dict[str, Any]) -> None:
     """Write a file atomically. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".new", delete=False) as file:
-        json.dump(data, file, indent=1)
-    os.replace(file.name, path)
+    file = tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".new", delete=False)  # noqa: SIM115
+    try:
+        with file:
+            json.dump(data, file, indent=1)
+        os.replace(file.name, path)
+    finally:
+        Path(file.name).unlink(missing_ok=True)  # missing if it was renamed
 
 
 def keep(path: Path, data: dict[str, Any]) -> None:

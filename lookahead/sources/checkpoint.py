@@ -1,14 +1,13 @@
 """Read the published files of trained heads: config.json and the tensors."""
 
 import json
-import pickle
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedModel
@@ -51,10 +50,30 @@ class Checkpoint:
         return name in self.tensors
 
     def read(self, name: str, *shape: int | None) -> torch.Tensor:
-        """Read a tensor of this shape; None is any size. Floats are converted.
+        """Read a tensor of floats of this shape, converted; None is any size.
 
-        Raises ValueError if the tensor is missing or has another shape.
+        Raises ValueError if the tensor is missing, is of other numbers, or has another shape.
         """
+        tensor = self._taken(name, *shape)
+        if not tensor.is_floating_point():
+            raise ValueError(
+                f"the tensor {name!r} of {self.folder} is of {tensor.dtype}: heads must be of floats, not quantized"
+            )
+        return tensor.to(self.device, self.dtype)
+
+    def read_ids(self, name: str) -> np.ndarray | None:
+        """Read a list of tokens, int64; None if there is none. Raises ValueError if it is empty or of other numbers."""
+        if name not in self.tensors:
+            return None
+        tensor = self._taken(name, None)
+        if tensor.is_floating_point() or tensor.is_complex() or not len(tensor):
+            raise ValueError(
+                f"the tensor {name!r} of {self.folder} has {len(tensor)} numbers of {tensor.dtype}: it must list tokens"
+            )
+        return tensor.cpu().numpy().astype(np.int64)
+
+    def _taken(self, name: str, *shape: int | None) -> torch.Tensor:
+        """Take out a tensor of this shape."""
         if name not in self.tensors:
             raise ValueError(f"{self.folder} lacks the tensor {name!r}; it has {_some(self.tensors)}")
         tensor = self.tensors.pop(name)
@@ -67,7 +86,7 @@ class Checkpoint:
                 f"the tensor {name!r} of {self.folder} has shape {list(tensor.shape)}, not [{wanted}]: these heads "
                 "were made for another model, or config.json belongs to other heads"
             )
-        return tensor.to(self.device, self.dtype if tensor.is_floating_point() else None)
+        return tensor
 
     def find(self, name: str, *shape: int | None) -> torch.Tensor | None:
         return self.read(name, *shape) if name in self.tensors else None
@@ -97,11 +116,13 @@ def _files_in(folder: Path) -> list[str]:
     """Names of the files that hold the tensors."""
     for index in INDICES:
         if (folder / index).is_file():
-            names = set(_read_json(folder / index).get("weight_map", {}).values())
-            for name in names:
-                if not isinstance(name, str) or Path(name).name != name:
+            places = _read_json(folder / index).get("weight_map", {})
+            if not isinstance(places, dict):
+                raise ValueError(f"{folder / index} holds no weight_map that names files")
+            for name in places.values():
+                if not isinstance(name, str) or Path(name).name != name or not (folder / name).is_file():
                     raise ValueError(f"{folder / index} names {name!r}, which is not a file of its folder")
-            return sorted(names)
+            return sorted(set(places.values()))
     for name in FILES:
         if (folder / name).is_file():
             return [name]
@@ -109,7 +130,10 @@ def _files_in(folder: Path) -> list[str]:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    content = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        content = json.loads(path.read_text(encoding="utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds {content!r:.60} instead of an object")
     return content
@@ -120,7 +144,9 @@ def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
         if path.suffix == ".safetensors":
             return load_file(path)
         found = torch.load(path, map_location="cpu", weights_only=True)
-    except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError) as error:
+    except OSError:  # it names the file
+        raise
+    except Exception as error:  # a damaged file may be taken for anything
         raise ValueError(f"{path} cannot be read, or holds more than tensors: {error}") from error
     if not isinstance(found, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in found.values()):
         raise ValueError(f"{path} holds {type(found).__name__} instead of tensors by name")

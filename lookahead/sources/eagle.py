@@ -117,13 +117,16 @@ class _Head:
         self._vocabulary, self._width = output.weight.shape
         self.device, self._dtype = output.weight.device, output.weight.dtype
         file = Checkpoint.load(path, self.device, self._dtype)
-        settings = file.config | file.config.get("transformer_layer_config", {})  # the layer's, in speculators' files
+        settings = file.config | (file.config.get("transformer_layer_config") or {})  # the layer's, for speculators
         for name in UNKNOWN_SETTINGS:
             if _eagle_setting(settings, name):
                 raise ValueError(f"{file.folder}/config.json asks for {name}, which lookahead does not support")
-        config = LlamaConfig(**{name: settings[name] for name in LAYER_SETTINGS if settings.get(name) is not None})
+        try:
+            config = LlamaConfig(**{name: settings[name] for name in LAYER_SETTINGS if settings.get(name) is not None})
+            self._rotary = LlamaRotaryEmbedding(config).to(self.device)
+        except Exception as error:  # a value may be unfit in any way
+            raise ValueError(f"{file.folder}/config.json describes no layer like Llama's: {error}") from error
         self._hidden, self._epsilon = config.hidden_size, config.rms_norm_eps
-        self._rotary = LlamaRotaryEmbedding(config).to(self.device)
         layer = "midlayer." if "midlayer.self_attn.q_proj.weight" in file else "layers.0."
         self._is_third = layer + "hidden_norm.weight" in file
         count = depth_of(model)
@@ -179,12 +182,12 @@ class _Head:
         self._norm_behind = file.read(layer + "post_attention_layernorm.weight", hidden)
 
     def _read_vocabulary(self, file: Checkpoint) -> np.ndarray | None:
-        file.find("t2d", None)  # says the same as d2t
-        offsets = file.find("d2t", None)
+        file.read_ids("t2d")  # says the same as d2t
+        offsets = file.read_ids("d2t")
         if offsets is None:
             return None
-        tokens = np.arange(len(offsets)) + offsets.cpu().numpy()
-        if not len(tokens) or tokens.min() < 0 or tokens.max() >= self._vocabulary:
+        tokens = np.arange(len(offsets)) + offsets
+        if tokens.min() < 0 or tokens.max() >= self._vocabulary:
             raise ValueError(f"the tensor 'd2t' of {file.folder} leads to ids outside 0..{self._vocabulary - 1}")
         return tokens
 

@@ -90,11 +90,12 @@ class MedusaSource(GuessSource):
 
     def _of_vllm(self, checkpoint: Checkpoint, vocabulary: int, hidden: int, models_own: torch.Tensor) -> list[_Head]:
         """blocks.0.layers.0.weight, ..., lm_heads.0.weight; token_map lists the tokens of a reduced vocabulary."""
-        kept = checkpoint.find("token_map", None)
+        kept = self.tokens = checkpoint.read_ids("token_map")
         if kept is not None:
             if not 0 <= kept.min() <= kept.max() < vocabulary:
                 raise ValueError(f"the tensor 'token_map' of {checkpoint.folder} has ids outside 0..{vocabulary - 1}")
-            self.tokens = kept.cpu().numpy()
+            if len(np.unique(kept)) < len(kept):
+                raise ValueError(f"the tensor 'token_map' of {checkpoint.folder} has an id twice")
 
         def projection(name: str | None) -> torch.Tensor:
             weight = models_own if name is None else checkpoint.read(name, None, hidden)

@@ -19,10 +19,11 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, TemperatureLogitsWarper
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TemperatureLogitsWarper
 
 from lookahead.config import LookaheadConfig
 from lookahead.engine.engine import Lookahead
+from lookahead.tools.loading import bare_settings
 from lookahead.tools.prompts import up_to_its_end
 from lookahead.wrapping import LookaheadMixin, unwrap, wrap
 from ngram_pool import NgramPool
@@ -178,7 +179,7 @@ def audit(
     pool = NgramPool()
     reference = model if model.dtype == torch.float32 else copy.deepcopy(model).float()
     tallies: dict[tuple[str, str], Tally] = {}
-    with _bare_settings(model):
+    with bare_settings(model):
         for number, prompt in enumerate(prompts):
             for decoding, (settings, ways) in decodings.items():
                 settings = {"max_new_tokens": max_new_tokens, **settings}
@@ -214,21 +215,6 @@ def _wrapped(model: PreTrainedModel, config: LookaheadConfig, pool: NgramPool | 
         yield model.lookahead
     finally:
         unwrap(model)
-
-
-@contextmanager
-def _bare_settings(model: PreTrainedModel) -> Iterator[None]:
-    """In this block, ignore the checkpoint's generation settings, except the special tokens."""
-    own = model.generation_config
-    first = own.eos_token_id[0] if isinstance(own.eos_token_id, list) else own.eos_token_id
-    padding = first if own.pad_token_id is None else own.pad_token_id
-    model.generation_config = GenerationConfig(
-        bos_token_id=own.bos_token_id, eos_token_id=own.eos_token_id, pad_token_id=padding
-    )
-    try:
-        yield
-    finally:
-        model.generation_config = own
 
 
 def _decode(model: PreTrainedModel, prompt: torch.Tensor, settings: dict, seed: int) -> tuple[list[int], torch.Tensor]:

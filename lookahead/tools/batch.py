@@ -16,6 +16,7 @@ import xxhash
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lookahead.compat.loops import own_loop
+from lookahead.compat.stop_strings import as_criterion
 from lookahead.engine import loop
 from lookahead.engine.engine import Lookahead
 from lookahead.models.adapter import context_length
@@ -25,7 +26,7 @@ from lookahead.stats import Stats
 from lookahead.streaming import render
 from lookahead.tools.answers import Answers, answers, beginning
 from lookahead.tools.files import writing
-from lookahead.tools.loading import check_pool, decoding, load_wrapped
+from lookahead.tools.loading import check_pool, check_tokens, decoding, load_wrapped
 from lookahead.tools.pool_commands import check_out
 from lookahead.tools.prompts import PromptLine, read_prompt_lines, up_to_its_end
 from lookahead.tools.sizes import best_size, fitting_size
@@ -33,8 +34,20 @@ from lookahead.vocabulary import vocabulary_fingerprint
 from ngram_pool import NgramPool
 
 SAVE_EVERY = 60.0  # seconds between two saves of the pool
-# With other values, a text depends on the padding before its prompt. Then all prompts of a batch have one length.
-READ_PADDING = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "min_length": 0}
+# Settings of generate() by which a text does not depend on the padding before its prompt. With others, all prompts of a
+# batch have one length.
+IGNORE_PADDING = {
+    "max_length", "max_new_tokens", "min_new_tokens", "max_time", "do_sample", "temperature", "top_k", "top_p", "min_p",
+    "typical_p", "epsilon_cutoff", "eta_cutoff", "bos_token_id", "eos_token_id", "pad_token_id", "use_cache",
+    "renormalize_logits", "remove_invalid_values", "suppress_tokens", "cache_implementation", "transformers_version",
+    "_from_model_config", "tokenizer",
+}  # fmt: skip
+OFF = {
+    **{"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "min_length": 0, "length_penalty": 1.0, "num_beams": 1},
+    **{"encoder_repetition_penalty": 1.0, "encoder_no_repeat_ngram_size": 0, "diversity_penalty": 0.0},
+    **{"num_beam_groups": 1, "num_return_sequences": 1, "guidance_scale": 1.0},
+}
+"""Values with which other settings do nothing."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +72,7 @@ def generate(
     if engine is not None:
         engine.pool.vocabulary = engine.pool.vocabulary or vocabulary_fingerprint(tokenizer)
     tasks = _tasks(lines, prompts_file, model, tokenizer, seed)
-    settings = {name: value for name, value in options.items() if name != "assistant_model"}
+    settings = {name: value for name, value in options.items() if name not in ("assistant_model", "tokenizer")}
     settings |= {"model": model.config.name_or_path, "dtype": str(model.dtype)}
     begins = [beginning(task.line.number, _fingerprint(task, settings)) for task in tasks]
     texts = Texts(model, tokenizer, engine, options)
@@ -98,9 +111,9 @@ class Texts:
         self._ends = ends if isinstance(ends, list) else [ends]
         if settings.pad_token_id is None:  # any token will do: the mask hides it
             self._options["pad_token_id"] = self._ends[0] or 0
-        self._pads = all(
-            self._options.get(name, getattr(settings, name, None)) in (None, off) for name, off in READ_PADDING.items()
-        )
+        given = settings.to_diff_dict() | self._options
+        used = {name for name, value in given.items() if value is not None and value is not False}
+        self._pads = all(name in IGNORE_PADDING or given[name] == OFF.get(name) for name in used)
         self._most = 1  # texts in a batch
         self._costs: StepCosts | None = None  # unknown until the first batch
         self.tokens, self.seconds = 0, 0.0
@@ -146,7 +159,7 @@ class Texts:
         torch.manual_seed(batch[0].seed)  # used if the model's own loop decodes a single text
         output = self.model.generate(  # type: ignore[operator]  # a method
             ids.to(self.model.device), attention_mask=mask.to(self.model.device), max_new_tokens=room,
-            **self._loop([task.seed for task in batch]), **self._options,
+            **self._loop([task.seed for task in batch]), **as_criterion(self._options),
         )  # fmt: skip
         if len(batch) > 1 and self._engine and self._engine.last.plain:  # which samples all texts from one seed
             self._most, self.seconds = 1, self.seconds + time.perf_counter() - began
@@ -222,8 +235,13 @@ def _saved(pool: NgramPool | None, path: Path | None) -> Iterator[Callable[[], N
 
     try:
         yield save
-    finally:
-        save(at_once=True)
+    except BaseException:  # which must not give way to an error of the pool
+        try:
+            save(at_once=True)
+        except click.ClickException as error:
+            error.show()
+        raise
+    save(at_once=True)
 
 
 def _tasks(
@@ -246,6 +264,7 @@ def _tasks(
                         f"{where}: the tokenizer's chat template cannot render these messages: {error}. Give a text as "
                         "prompt, or a chat model as --model"
                     ) from error
+            check_tokens(ids, model, f"{where}: the prompt")
             if not ids:
                 raise click.ClickException(f"{where}: the prompt is empty: give at least one token of text")
             if len(ids) >= context:

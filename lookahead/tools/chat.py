@@ -23,6 +23,7 @@ from lookahead.streaming import StopWhenAsked, render, without_half_character
 from lookahead.tools.audit import first_difference
 from lookahead.tools.contention import Span, watch, why_no_ratio
 from lookahead.tools.live import PlainDecoding, times_plain
+from lookahead.tools.loading import check_tokens
 from lookahead.tools.terminal import StepStreamer
 from lookahead.tools.trace import trace_of
 
@@ -85,15 +86,14 @@ class Conversation:
             raise TurnRefusedError(
                 f"the conversation would have {length} tokens, the model's context is {context}: /reset starts anew"
             )
+        check_tokens(ids[0].tolist(), self.model, "this turn")
         cache = self._cache_for(ids[0].tolist())
         self._cache = None  # a pass that fails may leave more tokens in some layers than in others
         output = self.model.generate(  # type: ignore[operator]  # a method
             ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=min(max_new_tokens, context - length),
-            tokenizer=self.tokenizer,
-            **{CACHE: cache},
-            **options,
+            **{"tokenizer": self.tokenizer, CACHE: cache, **options},
         )[0]
         self._cache, self.tokens = cache, output.tolist()
         # Clean-up would change the text, so that its tokens no longer match the cache in the next turn.
@@ -259,8 +259,8 @@ def _save_trace(record: Recorder | None, conversation: Conversation, path: Path)
         return "plain decoding has no steps to show: start the chat without --strategy plain"
     try:
         trace_of(record, conversation.model, conversation.tokenizer).save(path)
-    except OSError as error:
-        return f"cannot write {path}: {error.strerror or error}; name another file: /trace FILE"
+    except (OSError, ValueError) as error:  # ValueError: no file can have this name
+        return f"cannot write {path}: {getattr(error, 'strerror', None) or error}; name another file: /trace FILE"
     return f"{len(record.tokens)} tokens in {1 + record.stats.steps} passes; open {path.resolve()} in a browser"
 
 
@@ -276,6 +276,10 @@ def _answer(
         click.echo(str(error), err=True)
     except KeyboardInterrupt:
         click.echo("\ninterrupted: this turn is forgotten", err=True)
+    except (MemoryError, RuntimeError, ValueError) as error:
+        if not sys.stdin.isatty():  # nobody is there who could go on
+            raise
+        click.echo(f"\ndecoding failed: {error}; this turn is forgotten", err=True)
     else:
         throughput.add(record, span())
         if stop.asked:

@@ -73,15 +73,19 @@ class Finite(click.FloatRange):
 
 
 class FileToWrite(click.Path):
-    """A file, new or not, in a folder that exists and can be written to."""
+    """A file, new or not, in a folder that exists and can be written to; or a device or a pipe."""
 
-    def __init__(self) -> None:
-        super().__init__(dir_okay=False, writable=True, path_type=Path)
+    def __init__(self, is_extended: bool = False) -> None:
+        """is_extended: whether a file is written to, not replaced, so that its folder may be read-only."""
+        super().__init__(dir_okay=False, readable=is_extended, writable=True, path_type=Path)
+        self._is_extended = is_extended
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
         path: Path = super().convert(value, param, ctx)  # type: ignore[assignment]  # of path_type
         if not value:
             self.fail("the name of the file is empty.", param, ctx)
+        if os.path.exists(path) and (self._is_extended or not os.path.isfile(path)):
+            return path
         if not os.access(os.path.dirname(os.path.realpath(path)), os.W_OK):
             self.fail(f"{path}: its folder does not exist or cannot be written to.", param, ctx)
         return path
@@ -203,7 +207,7 @@ template_option = click.option("--chat-template", "template_file", type=click.Fi
     metavar="FILE.jsonl",
     help='Continue many prompts in batches. Each line is {"prompt": "..."} or {"messages": [...]}.',
 )
-@click.option("--out", type=FileToWrite(), metavar="FILE.jsonl",
+@click.option("--out", type=FileToWrite(is_extended=True), metavar="FILE.jsonl",
               help="File for the texts of --prompts. If it holds some already, the rest is added.")  # fmt: skip
 @click.option("--stream/--no-stream", default=True, show_default=True, help="Write tokens as they are accepted.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")

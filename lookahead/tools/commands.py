@@ -20,6 +20,7 @@ from lookahead.engine.engine import GREEDY_TEMPERATURE, Lookahead
 from lookahead.engine.recording import Recorder
 from lookahead.guessing.bigrams import bigrams_file
 from lookahead.models.adapter import context_length
+from lookahead.passes import stored
 from lookahead.passes.costs import RUNGS, step_costs
 from lookahead.passes.environment import environment
 from lookahead.passes.measuring import progress_bar
@@ -31,9 +32,9 @@ from lookahead.tools.audit import first_difference, markdown
 from lookahead.tools.bigrams import learn_bigrams
 from lookahead.tools.chat import PLAIN_STOP, PLAIN_TEMPLATE, Conversation, converse
 from lookahead.tools.contention import Span, watch, why_no_ratio
-from lookahead.tools.files import explained, read_text, reading, writing
+from lookahead.tools.files import explained, read_text, reading, write_whole, writing
 from lookahead.tools.live import Meter, PlainDecoding, Share
-from lookahead.tools.loading import decoding, load, load_wrapped
+from lookahead.tools.loading import bare_settings, check_tokens, decoding, load, load_wrapped
 from lookahead.tools.prompts import given_prompt, read_prompts, source_prompts
 from lookahead.tools.terminal import AnswerStreamer, StepStreamer, can_show_live_line
 from lookahead.tools.trace import PlainTimes
@@ -179,6 +180,7 @@ def audit(
     names = [str(prompt["question_id"]) for prompt in prompts]
     for name, ids in zip(names, inputs, strict=True):
         _check_length(ids.shape[1], model, f"the prompt {name}")
+        check_tokens(ids[0].tolist(), model, f"the prompt {name}")
     max_new_tokens = _fitting(max_new_tokens, max(ids.shape[1] for ids in inputs), model)
     with decoding(), click.progressbar(inputs, label="prompts", file=sys.stderr) as progress:
         tallies = audit_prompts(model, progress, max_new_tokens, temperature, assistant=assistant_model)
@@ -191,7 +193,7 @@ def audit(
                   "max_new_tokens": max_new_tokens, "prompts": names,
                   "tallies": [tally.as_dict() for tally in tallies]}  # fmt: skip
         with writing(out):
-            out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+            write_whole(out, json.dumps(report, indent=1) + "\n")
     ours = [tally for tally in tallies if tally.way == "lookahead"]
     if unexplained := sum(len(tally.unexplained) for tally in ours):
         raise click.ClickException(f"{unexplained} of lookahead's texts part where rounding does not explain it")
@@ -245,7 +247,7 @@ def tune(
             times = time_steps(model, fitting, 2 * seconds / 3, progress, config)
         if layer_skip:
             prompts = [tokenizer(prompt["turns"][0]).input_ids for prompt in source_prompts(SAMPLES)]
-            with progress_bar("skipping layers") as progress:
+            with progress_bar("skipping layers") as progress, bare_settings(model):
                 found = find_skipped_layers(runner, prompts, seconds, progress)
         why = why_no_ratio(span())
         if bigrams:
@@ -258,6 +260,9 @@ def tune(
     click.echo(times.table())
     if why:
         click.echo(f"{why}; decoding relies on these times, so measure them again when it is quiet", err=True)
+    if costs.path is not None:
+        with explained("cannot keep the times", OSError):
+            stored.write(costs.path, costs.as_dict())
     click.echo(f"kept for decoding: {costs.path}")
     if layer_skip:
         click.echo(found)
@@ -302,6 +307,7 @@ def _load_for_a_prompt(
         if tokenizer.chat_template is not None:
             click.echo("note: the prompt is continued as raw text; --chat sends it as a user's message", err=True)
         inputs = BatchEncoding(inputs_of(tokenizer, text, model.device))
+    check_tokens(inputs.input_ids[0].tolist(), model, "the prompt")
     options["max_new_tokens"] = _fitting(options["max_new_tokens"], inputs.input_ids.shape[1], model)
     return text, inputs, model, tokenizer, engine, options
 

@@ -45,19 +45,20 @@ def read_text(file: TextIO) -> str:
     return text
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a text file atomically: readers see the old text or the new one. Raises OSError.
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Write a file, or UTF-8 text, atomically: readers see the old content or the new one. Raises OSError.
 
     Only its owner can read a new file.
     """
-    path = Path(os.path.realpath(path))
+    data = content.encode() if isinstance(content, str) else content
     if path.exists() and not path.is_file():  # a device or a pipe cannot be replaced
-        path.write_text(text, encoding="utf-8")
+        path.write_bytes(data)
         return
+    path = Path(os.path.realpath(path))
     handle, beside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".new")
     try:
-        with open(handle, "w", encoding="utf-8") as file:
-            file.write(text)
+        with open(handle, "wb") as file:
+            file.write(data)
         if path.exists():
             os.chmod(beside, path.stat().st_mode & 0o777)
         os.replace(beside, path)

@@ -1,7 +1,7 @@
 """Load models, tokenizers and pools for the command line and the scripts. Errors name what cannot be loaded."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -9,19 +9,30 @@ from typing import Any
 import click
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import is_accelerate_available, is_gguf_available
 
 from lookahead import DEMO_MODEL
 from lookahead.config import LookaheadConfig
 from lookahead.engine.engine import Lookahead, default_sources
-from lookahead.models.adapter import UnsupportedModelError
+from lookahead.models.adapter import UnsupportedModelError, vocabulary_of
 from lookahead.sources.mtp import MtpSource
 from lookahead.vocabulary import vocabulary_fingerprint
 from lookahead.wrapping import engine_of, wrap
 from ngram_pool import NgramPool, PoolFileError
 from ngram_pool.waiting import told_if_long
 
+# Settings by which generate() returns something else than the ids of one text.
+OTHER_RESULTS = (
+    "return_dict_in_generate", "output_scores", "output_logits", "output_attentions", "output_hidden_states",
+    "num_return_sequences", "num_beams",
+)  # fmt: skip
 SAMPLING = {"temperature", "top_k", "top_p", "min_p"}  # options that imply --do-sample
 
 
@@ -52,7 +63,37 @@ def load(
         if file:  # the name in the file is often that of a checkpoint in training
             model.config.name_or_path = file["gguf_file"]
         model = model.to(device).eval()  # type: ignore[arg-type]  # a decorator hides that it is a method
+        _ask_for_one_text(model)
     return model, tokenizer
+
+
+def _ask_for_one_text(model: PreTrainedModel) -> None:
+    """Let generate() return the ids of one text, which is what commands and the server take from it.
+
+    A checkpoint may set another form of the result, several texts, or a search for one.
+    """
+    settings = model.generation_config
+    if (beams := settings.num_beams or 1) > 1:
+        click.echo(f"note: the checkpoint sets num_beams={beams}; here, a text is decoded without beams", err=True)
+    for name in OTHER_RESULTS:
+        setattr(settings, name, None)
+    if settings.eos_token_id == []:
+        settings.eos_token_id = None
+
+
+@contextmanager
+def bare_settings(model: PreTrainedModel) -> Iterator[None]:
+    """In this block, ignore the checkpoint's generation settings, except the special tokens."""
+    own = model.generation_config
+    first = own.eos_token_id[0] if isinstance(own.eos_token_id, list) else own.eos_token_id
+    padding = first if own.pad_token_id is None else own.pad_token_id
+    model.generation_config = GenerationConfig(
+        bos_token_id=own.bos_token_id, eos_token_id=own.eos_token_id, pad_token_id=padding
+    )
+    try:
+        yield
+    finally:
+        model.generation_config = own
 
 
 def load_tokenizer(name: str | None) -> PreTrainedTokenizerBase:
@@ -108,7 +149,8 @@ def load_wrapped(
     elif options.keys() & SAMPLING:
         options.setdefault("do_sample", True)
     if strategy == "plain":
-        return *load(model_name, dtype, device), None, options
+        model, tokenizer = load(model_name, dtype, device)
+        return model, tokenizer, None, options | _stop_strings(model, tokenizer)
     try:
         config = LookaheadConfig(strategy=strategy, **settings)
     except ValueError as error:
@@ -128,7 +170,26 @@ def load_wrapped(
         except ValueError as error:
             raise click.ClickException(f"--mtp: {error}") from error
     with decoding():
-        return model, tokenizer, engine_of(wrap(model, config, pool, sources)), options
+        engine = engine_of(wrap(model, config, pool, sources))
+    return model, tokenizer, engine, options | _stop_strings(model, tokenizer)
+
+
+def _stop_strings(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """The arguments of generate() for the checkpoint's stop strings, which need the tokenizer. The checkpoint's own
+    setting goes, so that calls without these arguments have none.
+    """
+    settings = model.generation_config
+    stops, settings.stop_strings = settings.stop_strings, None
+    return {"stop_strings": stops, "tokenizer": tokenizer} if stops else {}
+
+
+def check_tokens(tokens: Sequence[int], model: PreTrainedModel, what: str) -> None:
+    """Raise ClickException if the model does not know a token. what: they are, for example "the prompt"."""
+    largest, known = max(tokens, default=-1), vocabulary_of(model)
+    if largest >= known:
+        raise click.ClickException(
+            f"{what} has the token {largest}, but the model knows {known} tokens: the tokenizer is another model's"
+        )
 
 
 @contextmanager

@@ -23,15 +23,15 @@ def can_show_live_line() -> bool:
 
 
 class StepStreamer(PieceStreamer):
-    """Prints text as it comes. On a terminal, the tokens accepted in one step share a colour, and lines break between
-    words."""
+    """Prints text as it comes. On a terminal that can show it, the tokens accepted in one step share a colour, and
+    lines break between words."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, step: Callable[[], int], meter: Meter | None = None):
         """step: returns the number of the current step. meter: what the live line shows; None: no live line."""
         super().__init__(tokenizer, self._print)
         self._step = step
         self._meter = meter
-        self._on_terminal = sys.stdout.isatty()
+        self._on_terminal = can_show_live_line()
         self._parts: list[str] = []  # text to write, together with the live line
         self._words = WordWrap(self._parts.append)
         self._reading = ExitStack()  # closing it removes the message about a long prefill

@@ -1,5 +1,6 @@
 """The measurements of `lookahead tune`: times of passes by rows, context and kind of attention."""
 
+import io
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from lookahead.passes.costs import RUNGS
 from lookahead.passes.fused import FusedRunner
 from lookahead.passes.measuring import time_passes
 from lookahead.passes.runner import EagerRunner
+from lookahead.tools.files import write_whole
 
 FUSED, SPLIT, DENSE = "fused", "split", "dense mask"
 LINES = {FUSED: "-", SPLIT: "--", DENSE: ":"}
@@ -66,7 +68,9 @@ class StepTimes:
             axes.minorticks_off()
             axes.grid(alpha=0.2)
         left.legend(frameon=False, fontsize=8)
-        figure.savefig(path, dpi=150, format=path.suffix[1:] or "png")  # without a format, it would add a suffix
+        drawn = io.BytesIO()
+        figure.savefig(drawn, dpi=150, format=path.suffix[1:] or "png")
+        write_whole(path, drawn.getvalue())
 
 
 def time_steps(

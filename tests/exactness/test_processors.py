@@ -22,16 +22,18 @@ from transformers import (
     StoppingCriteriaList,
     SuppressTokensLogitsProcessor,
     TemperatureLogitsWarper,
+    TextStreamer,
     TopKLogitsWarper,
     TopPLogitsWarper,
     TypicalLogitsWarper,
 )
 from transformers.generation import EosTokenCriteria
+from zoo import tiny_model
 
 import lookahead
 from lookahead import LookaheadConfig
 from lookahead.engine import scores, torch_choice
-from lookahead.engine.sampling import NextTokenRule, Settings
+from lookahead.engine.sampling import NewTokensCriterion, NewTokensProcessor, NextTokenRule, Settings
 from lookahead.tools.server.answering import Penalties
 
 
@@ -393,3 +395,94 @@ def test_a_processor_that_sees_new_tokens_writes_the_same_with_and_without_torch
         return text.tolist()
 
     assert_same(model, run)
+
+
+class Raises(NewTokensCriterion):
+    """Sets the penalty before each token."""
+
+    def __init__(self, of):
+        super().__init__()
+        self.of = of
+
+    def ends(self, new):
+        self.of.penalty = 1 + len(new) / 10
+        return False
+
+    def __call__(self, input_ids, scores, **kwargs):
+        self.ends(input_ids[0, 7:].tolist())
+        return torch.zeros(1, dtype=torch.bool)
+
+
+class RaisesToo(NewTokensProcessor):
+    def __init__(self, of):
+        super().__init__(7)
+        self.of = of
+
+    def change(self, scores, new):
+        self.of.penalty = 1 + len(new) / 10
+
+
+class Rewrites(StoppingCriteria):
+    """Writes another token into the text, a few places back."""
+
+    calls = 0
+
+    def __call__(self, input_ids, scores, **kwargs):
+        self.calls += 1
+        if self.calls % 6 == 0:
+            input_ids[:, -3] = 9
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+@pytest.mark.parametrize("ignored", [None, 3, 7, 9])
+@pytest.mark.parametrize("how", ["criterion", "processor", "streamer", "ids"])
+def test_a_penalty_is_that_of_the_moment_and_of_the_text_as_it_is(how, ignored):
+    """Whatever sets it, or writes to the text."""
+    model, ids = tiny_model("gpt2", seed=1), torch.tensor([[74, 37, 82, 58, 22, 56, 37]])
+
+    def run():
+        penalty, options = RepetitionPenaltyLogitsProcessor(3.0 if how == "ids" else 1.0, ignored), {}
+        processors = [penalty]
+        if how == "criterion":
+            options["stopping_criteria"] = StoppingCriteriaList([Raises(penalty)])
+        elif how == "processor":
+            processors = [RaisesToo(penalty), penalty]
+        elif how == "streamer":
+            options["streamer"] = TextStreamer(mock.MagicMock())
+            options["streamer"].put = lambda tokens: setattr(penalty, "penalty", penalty.penalty + 0.2)
+        else:
+            options["stopping_criteria"] = StoppingCriteriaList([Rewrites()])
+        mine = LogitsProcessorList(processors)
+        return model.generate(ids, max_new_tokens=20, do_sample=False, logits_processor=mine, **options).tolist()
+
+    assert_same(model, run)
+
+
+def test_a_penalty_of_numpy_is_rounded_as_by_torch():
+    processor = RepetitionPenaltyLogitsProcessor(np.float64(1.3))
+    rule = NextTokenRule(
+        torch.arange(97)[None], LogitsProcessorList([processor]), StoppingCriteriaList(), Settings(False)
+    )
+    row = torch.randn(97)
+    assert torch.equal(scores.changed(row, rule, scores.changes([processor])), processor(rule.ids, row[None]))
+
+
+def test_what_is_for_one_text_refuses_several():
+    model, ids = known_model("llama", 1), torch.tensor([[5, 6, 7], [7, 8, 9]])
+    for wrapped in (False, True):
+        if wrapped:
+            lookahead.wrap(model)
+        with pytest.raises(ValueError, match="is for one text, not for 2"):
+            model.generate(ids, max_new_tokens=4, logits_processor=LogitsProcessorList([Penalties(3, 0.5, 0.5)]))
+    lookahead.unwrap(model)
+
+
+def test_a_list_of_ignored_lengths_is_that_of_the_batch():
+    model, ids = known_model("llama", 1), torch.tensor([[5, 6, 7], [7, 8, 9]])
+    processor = RepetitionPenaltyLogitsProcessor(1.5, torch.tensor([1, 2, 3]))
+    for wrapped in (False, True):
+        if wrapped:
+            lookahead.wrap(model)
+        with pytest.raises(ValueError, match="Incompatible"):
+            model.generate(ids, max_new_tokens=4, logits_processor=LogitsProcessorList([processor]))
+    lookahead.unwrap(model)

@@ -4,6 +4,8 @@ import json
 import math
 import os
 import random
+import re
+from contextlib import suppress
 
 import pytest
 import torch
@@ -522,6 +524,12 @@ def test_a_missing_misshapen_or_unknown_tensor_is_named(tmp_path, kind):
             rest = {other: tensor for other, tensor in tensors.items() if other != name}
             with pytest.raises(ValueError, match=r"lacks the tensor|of an unknown layout|rows|has shape|layers"):
                 cls(model, write(tmp_path / f"{i}-lacks", config, rest))
+        for kind_of_number in (torch.int8, torch.bool, torch.complex64):
+            if not tensors[name].is_floating_point():
+                continue
+            quantized = tensors | {name: torch.zeros(tensors[name].shape, dtype=kind_of_number)}
+            with pytest.raises(ValueError, match=rf"'{name}' of .* is of {kind_of_number}"):
+                cls(model, write(tmp_path / f"{i}-{kind_of_number}", config, quantized))
     with pytest.raises(ValueError, match=r"of an unknown layout: .*'extra\.weight'"):
         cls(model, write(tmp_path / "more", config, tensors | {"extra.weight": torch.zeros(2)}))
 
@@ -586,3 +594,49 @@ def test_missing_files_are_named(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(FileNotFoundError, match="holds none of"):
         MedusaSource(deep_model(), tmp_path)
+
+
+@pytest.mark.parametrize("tokens", [[3, 3, *range(4, REDUCED + 2)], [1.0] * REDUCED, []])
+def test_a_list_of_tokens_is_one(tmp_path, tokens):
+    config, tensors = files_of("medusa vllm reduced")
+    tensors["token_map"] = torch.tensor(tokens)
+    with pytest.raises(ValueError, match=r"'token_map' of .* (has an id twice|must list tokens)"):
+        MedusaSource(deep_model(), write(tmp_path / "heads", config, tensors))
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("config.json", b"{"),
+        ("config.json", b"[" * 100_000),
+        ("config.json", b"\xe9"),
+        ("config.json", b'{"hidden_size": "many"}'),
+        ("config.json", b'{"hidden_size": 32, "num_attention_heads": 0}'),
+        ("model.safetensors.index.json", b'{"weight_map": ["x"]}'),
+        ("model.safetensors.index.json", b'{"weight_map": {"x": []}}'),
+        ("model.safetensors.index.json", b'{"weight_map": {"x": ".."}}'),
+        ("model.safetensors.index.json", b'{"weight_map": {"x": "lacking.safetensors"}}'),
+        ("model.safetensors", b"no tensors"),
+    ],
+)
+def test_a_damaged_file_is_named(tmp_path, name, content):
+    folder = write(tmp_path / "heads", *files_of("eagle"))
+    (folder / name).write_bytes(content)
+    with pytest.raises(ValueError, match=re.escape(str(folder / name))):
+        EagleSource(deep_model(), folder)
+
+
+def test_a_damaged_file_of_pytorch_is_named(tmp_path):
+    config, tensors = files_of("eagle")
+    folder = write(tmp_path / "heads", config, tensors)
+    (folder / "model.safetensors").unlink()
+    torch.save(tensors, folder / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    whole = (folder / "pytorch_model.bin").read_bytes()
+    for seed in range(40):
+        drawn = random.Random(seed)
+        damaged = bytearray(whole[: drawn.randrange(len(whole))] if seed % 2 else whole)
+        for _ in range(5):
+            damaged[drawn.randrange(min(len(damaged), 400))] = drawn.randrange(256)
+        (folder / "pytorch_model.bin").write_bytes(damaged)
+        with suppress(ValueError):  # another error fails the test
+            EagleSource(deep_model(), folder)

@@ -1259,3 +1259,47 @@ def test_needs_and_tokens_of_a_wrong_type_are_refused_by_the_name_of_their_class
     lookahead.wrap(model, source=[PoolSource(), Needy()])
     with pytest.raises(TypeError, match=r"Needy proposes tokens of float64: make trees by GuessTree\.of"):
         model.generate(IDS, **GREEDY)
+
+
+class OddNumbers(GuessSource):
+    """Proposes right numbers in dtypes that C++ does not read."""
+
+    is_free = True
+
+    def __init__(self, kind, is_calibrated):
+        self.kind, self.is_calibrated = kind, is_calibrated
+
+    def propose(self, texts, limits):
+        counts = [min(limits.guesses, depth, 12) for depth in limits.depths]
+        return [self.tree(count) if count else GuessTree.empty() for count in counts]
+
+    def tree(self, n):
+        numbers = np.arange(3, 3 + n), np.arange(-1, n - 1), np.arange(1, n + 1), 0.9 ** np.arange(n), np.full(n, -1)
+        tokens, parents, depths, probabilities, sources = numbers
+        whole = np.int64 if np.dtype(self.kind).kind == "f" else self.kind
+        probabilities = probabilities.astype(self.kind) if np.dtype(self.kind).kind == "f" else probabilities
+        return GuessTree(tokens.astype(whole), parents, depths.astype(self.kind), probabilities, sources)
+
+    def look_ahead(self, limits):
+        return [[np.array([3, 4], self.kind)] if np.dtype(self.kind).kind in "iu" else [] for _ in limits.depths]
+
+
+@pytest.mark.parametrize("is_calibrated", [False, True])
+@pytest.mark.parametrize("kind", ["uint64", "uint8", "int16", "float64", "float16"])
+def test_numbers_of_any_kind_become_those_that_are_read(kind, is_calibrated):
+    model = tiny_model("llama")
+    options = {"max_new_tokens": 30, "do_sample": False, "eos_token_id": None}
+    expected = model.generate(IDS, **options).tolist()
+    lookahead.wrap(model, LookaheadConfig(budget=8, window_size=0), source=[OddNumbers(kind, is_calibrated)])
+    assert model.generate(IDS, **options).tolist() == expected
+
+
+@pytest.mark.parametrize("proposed", [GuessTree.chain([3]), np.zeros(1)])
+def test_what_is_no_list_of_trees_is_named(proposed):
+    class Odd(GuessSource):
+        def propose(self, texts, limits):
+            return proposed
+
+    model = lookahead.wrap(tiny_model("llama"), LookaheadConfig(budget=8), source=Odd())
+    with pytest.raises(TypeError, match="Odd proposes .*: propose a list, of a GuessTree for each sequence"):
+        model.generate(IDS, max_new_tokens=4)

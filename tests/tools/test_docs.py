@@ -28,7 +28,6 @@ from lookahead.models import branching, families, passed_in, state, training
 from lookahead.models.families import gemma
 from lookahead.models.families.page import Page
 from lookahead.passes import conditions, fused, graphs, probe, runner, static, ways
-from lookahead.tools.batch import READ_PADDING
 from lookahead.tools.cli import main as program
 from ngram_pool import cpp
 
@@ -394,4 +393,3 @@ def test_the_page_of_commands_names_what_there_is():
     options = {name for command in program.commands.values() for option in command.params for name in option.opts}
     assert set(re.findall(r"--[a-z][a-z-]+", page)) - {"--help"} <= options
     assert set(re.findall(r"lookahead ([a-z]+)", page)) <= {*program.commands}
-    assert all(name.replace("_", " ") in page.replace("_", " ") for name in READ_PADDING)

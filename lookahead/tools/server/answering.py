@@ -228,6 +228,10 @@ class Writer(RecordingStreamer):
     def record(self, length: int, step: Step, tree: GuessTree, path: list[int], emitted: list[int]) -> None:
         self._write()
 
+    def flush(self) -> None:
+        """Hand on what a step has written before it failed: how much that is must not depend on where steps begin."""
+        self._write()
+
     def end(self) -> None:
         self._write()
         rest = self._texts.rest()

@@ -104,7 +104,7 @@ def serve(
         tokenizer.chat_template = read_text(template_file)
     elif model_name is None:
         tokenizer.chat_template = PLAIN_TEMPLATE
-    assistant = options.pop("assistant_model", None)
+    assistant, _ = options.pop("assistant_model", None), options.pop("tokenizer", None)
     model.generation_config.update(**options)  # type: ignore[union-attr]  # what requests leave open
     with decoding():
         if engine:

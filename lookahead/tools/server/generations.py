@@ -117,6 +117,9 @@ class Generations(Worker):
         self._after_step = after_step
         self._model, self._reader, self._written, self._prefixes = model, reader, written, prefixes
         self._assistant = assistant
+        settings: Any = model.generation_config
+        stops, settings.stop_strings = settings.stop_strings or (), None  # they end answers as those of requests do
+        self._stops = (stops,) if isinstance(stops, str) else tuple(stops)
         self._sequences = Sequences(model) if engine is not None and assistant is None else None
         self._portion = None if self._sequences is None else self._sequences.portion(PORTION)
         self._most = 1 if self._sequences is None else parallel
@@ -263,12 +266,11 @@ class Generations(Worker):
             sources.append(source)
         if prompt.thought is not None and prompt.marks is not None:
             processors.append(LimitThinking(tokenizer, length, prompt.marks, prompt.thought))
-        stop = Stop(tokenizer, length, wishes.stops, generation)
+        stops = (*wishes.stops, *self._stops)
+        stop = Stop(tokenizer, length, stops, generation)
         ends = stop.ask if wishes.one_call else None
         parser = self._reader.parser(prompt)
-        writer = Writer(
-            tokenizer, parser, wishes.stops, probabilities, send, ends, prompt.goes_on, lambda: not stop.has_ended
-        )
+        writer = Writer(tokenizer, parser, stops, probabilities, send, ends, prompt.goes_on, lambda: not stop.has_ended)
         if seed is None:
             seed = int(torch.randint(2**62, (), generator=self._seeds))
         steps = self._decode(prompt, generation, seed, processors, sources, stop, writer, wishes.answers > 1)
@@ -370,6 +372,9 @@ class Generations(Worker):
         except CancelledError:
             if taken[0] is not None and cached:  # it holds what it held
                 self._prefixes.keep(prompt.ids[:cached], taken[0])
+            raise
+        except Exception:
+            writer.flush()
             raise
         finally:
             self._prefixes.give_back(taken[0])
