@@ -810,3 +810,18 @@ def test_a_prompt_that_is_cancelled_while_it_waits_leaves_the_reader_alive(plain
     assert asyncio.run(read()) == (True, 4)
     assert seen == []
     assert server.generations.open == 0
+
+
+def test_what_a_failed_step_has_written_is_sent(tokenizer):
+    """However many tokens that are: they depend on guesses, and so on what else is decoded."""
+    pieces = []
+    writer = Writer(tokenizer, None, (), None, pieces.append)
+    ids = tokenizer("import os and more", add_special_tokens=False).input_ids
+    writer.put(torch.tensor([[1, 2]]))  # the prompt
+    writer.put(torch.tensor([ids[0]]))
+    writer.begin([], Stats())
+    for token in ids[1:]:
+        writer.put(torch.tensor([token]))
+    before = "".join(piece.text for piece in pieces)
+    writer.flush()
+    assert before != "".join(piece.text for piece in pieces) == "import os and more"

@@ -1301,5 +1301,5 @@ def test_what_is_no_list_of_trees_is_named(proposed):
             return proposed
 
     model = lookahead.wrap(tiny_model("llama"), LookaheadConfig(budget=8), source=Odd())
-    with pytest.raises(TypeError, match="Odd proposes .*: propose a list, of a GuessTree for each sequence"):
+    with pytest.raises(TypeError, match=r"Odd proposes .*: propose a list, of a GuessTree for each sequence"):
         model.generate(IDS, max_new_tokens=4)

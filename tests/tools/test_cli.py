@@ -307,6 +307,7 @@ def test_streamer_writes_whole_characters_and_colours_steps(monkeypatch, capsys)
     steps = iter(range(100))
     for colour in (False, True):
         monkeypatch.setattr("sys.stdout.isatty", lambda colour=colour: colour)
+        monkeypatch.setenv("TERM", "xterm")
         streamer = StepStreamer(tokenizer, lambda: next(steps))
         streamer.put(torch.tensor([[1, 2, 3]]))  # the prompt
         for token in ids:

@@ -190,6 +190,7 @@ def test_the_live_line_stands_below_the_text(is_code, text, columns, is_ended):
     with pytest.MonkeyPatch.context() as patch:
         of_size(patch, columns)
         patch.setattr("sys.stdout.isatty", lambda: True)
+        patch.setenv("TERM", "xterm")
         patch.setattr("lookahead.tools.terminal._echo", screen.write)
         patch.setattr(Meter, "__str__", lambda self: "LIVE, AND LONGER THAN THE SCREEN IS WIDE")
         streamer = StepStreamer(FakeTokenizer(), lambda: 0, Meter(lambda: None))
@@ -211,7 +212,10 @@ def test_the_live_line_stands_below_the_text(is_code, text, columns, is_ended):
     assert [shown.rstrip() for shown in lines] == [shown.rstrip() for shown in bare.lines]
 
 
-def test_a_pipe_has_no_live_line(capsys):
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_a_pipe_and_a_dumb_terminal_get_the_text_alone(is_terminal, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdout.isatty", lambda: is_terminal)
+    monkeypatch.setenv("TERM", "dumb")
     streamer = StepStreamer(FakeTokenizer(), lambda: 0)
     for value in ([[1, 2]], *([ord(character)] for character in "long words\x1b here")):
         streamer.put(torch.tensor(value))
