@@ -60,11 +60,12 @@ def positions_in(cache: Cache | None) -> int:
 
 def has_new_layers(cache: Cache) -> bool:
     """Whether no layer has keys and values, or is to record its past. Layers that keep states do not show the first."""
-    return not any(
-        getattr(layer, "is_initialized", False) or getattr(layer, "record_past", False)
+    begun = [
+        layer
         for layer in cache.layers
-        if not caches_nothing(layer)
-    )
+        if getattr(layer, "is_initialized", False) or getattr(layer, "record_past", False)
+    ]
+    return all(map(caches_nothing, begun))
 
 
 def prefill(

@@ -178,8 +178,9 @@ class NextTokenRule:
         plain decoding."""
         self._chooses = len(ids) == 1 and not sees_all and (ids.is_cpu or not processors)
         self._asks = self._chooses and all(map(_asks_for_tokens, criteria))
-        callbacks = [*processors, *criteria, *filter(None, [settings.streamer])]
-        self._is_watched = self._chooses and (not self._asks or any(map(runs_code_of_users, callbacks)))
+        by_tokens = [x for x in (*processors, *criteria) if isinstance(x, (NewTokensProcessor, NewTokensCriterion))]
+        others = by_tokens if settings.streamer is None else [*by_tokens, settings.streamer]
+        self._is_watched = self._chooses and (not self._asks or any(map(runs_code_of_users, others)))
         """Whether other code runs between tokens. It may set fields of processors and criteria."""
         self.shortcut = self._find_shortcut()
         """How a token of a single sequence is chosen without torch: what makes scores of its logits, and a warp. None
