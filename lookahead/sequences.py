@@ -97,10 +97,11 @@ class Sequences:
         if not (isinstance(seed, Integral) and -(2**63) <= seed < 2**64):
             raise ValueError(f"seed={seed!r} must be a whole number in -2**63..2**64-1")
         sources = [source] if isinstance(source, GuessSource) else list(source)
-        if options.get("stop_strings"):
+        settings = options.get("generation_config") or self._model.generation_config
+        if options.get("stop_strings") or getattr(settings, "stop_strings", None):
             from lookahead.compat.stop_strings import as_criterion  # other texts end without them
 
-            options = as_criterion(options)
+            options = as_criterion(self._model, options)
         begin = partial(self._begin, input_ids, int(seed), sources, streamer, options)
         self._submitted.append(text := _Text(begin))
         return text.future

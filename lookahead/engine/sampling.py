@@ -57,7 +57,7 @@ BY_SEQUENCE = {
 def goes_by_sequence(callback: object) -> bool:
     """Whether a processor or criterion is of BY_SEQUENCE and is transformers' own code, or sees one text by itself."""
     if isinstance(callback, NewTokensProcessor):
-        return True
+        return type(callback).__call__ is NewTokensProcessor.__call__
     return type(callback) in BY_SEQUENCE and is_wholly_own(type(callback).__call__)  # type: ignore[operator]  # called
 
 
@@ -69,6 +69,12 @@ def runs_code_of_users(called: Any) -> bool:
     module = type(called).__module__
     is_known = goes_by_sequence(called) or isinstance(called, BaseStreamer)
     return not (module.startswith("lookahead.") or (is_known and module.startswith("transformers.")))
+
+
+def _shows_to_users(streamer: Any) -> bool:
+    """Whether a streamer may call code of a user, such as the function that a `PieceStreamer` hands its pieces to."""
+    is_known = type(streamer).__module__.startswith(("transformers.", "lookahead.tools."))
+    return not is_known or getattr(streamer, "streamer", None) is not None
 
 
 def for_sequence(processor: LogitsProcessor, b: int, sequences: int) -> LogitsProcessor:
@@ -96,7 +102,7 @@ class NewTokensProcessor(LogitsProcessor):
 
     def __init__(self, prompt: int):
         """prompt: its tokens, if `__call__` is used."""
-        self._prompt = prompt
+        self._prompt, self._new = prompt, list[int]()
 
     def change(self, scores: np.ndarray, new: list[int]) -> None:
         """Change the scores of the next token, float32 [vocabulary], in place. It is called once before each token, and
@@ -108,7 +114,10 @@ class NewTokensProcessor(LogitsProcessor):
         if len(scores) > 1:
             raise ValueError(f"{type(self).__name__} is for one text, not for {len(scores)}: submit each with its own")
         row = scores[0].to("cpu", torch.float32, copy=True)
-        self.change(row.numpy(), input_ids[0, self._prompt :].tolist())
+        if input_ids.shape[1] < self._prompt + len(self._new):  # of another text
+            self._new = []
+        self._new += input_ids[0, self._prompt + len(self._new) :].tolist()
+        self.change(row.numpy(), self._new)
         return row[None].to(scores.device)
 
 
@@ -178,9 +187,9 @@ class NextTokenRule:
         plain decoding."""
         self._chooses = len(ids) == 1 and not sees_all and (ids.is_cpu or not processors)
         self._asks = self._chooses and all(map(_asks_for_tokens, criteria))
+        shows = settings.streamer is not None and _shows_to_users(settings.streamer)
         by_tokens = [x for x in (*processors, *criteria) if isinstance(x, (NewTokensProcessor, NewTokensCriterion))]
-        others = by_tokens if settings.streamer is None else [*by_tokens, settings.streamer]
-        self._is_watched = self._chooses and (not self._asks or any(map(runs_code_of_users, others)))
+        self._is_watched = self._chooses and (shows or not self._asks or any(map(runs_code_of_users, by_tokens)))
         """Whether other code runs between tokens. It may set fields of processors and criteria."""
         self.shortcut = self._find_shortcut()
         """How a token of a single sequence is chosen without torch: what makes scores of its logits, and a warp. None

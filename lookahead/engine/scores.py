@@ -129,9 +129,9 @@ def changed(row: torch.Tensor, rule: NextTokenRule, through: Sequence[LogitsProc
 
 def _in_float32(row: torch.Tensor) -> torch.Tensor:
     """Copy a row of logits."""
-    if row.dtype != torch.bfloat16:
-        with np.errstate(over="ignore"):  # torch does not warn, either
-            return torch.from_numpy(row.numpy().astype(np.float32))
-    wide = row.view(torch.uint16).numpy().astype(np.uint32)
-    wide <<= 16  # numpy has no bfloat16, which is the upper half of a float32
-    return torch.from_numpy(wide.view(np.float32))
+    if row.dtype == torch.bfloat16:  # the upper half of a float32, which numpy does not know
+        wide = np.left_shift(row.view(torch.uint16).numpy(), 16, dtype=np.uint32)
+        return torch.from_numpy(wide.view(np.float32))
+    if row.dtype == torch.float32:
+        return torch.from_numpy(row.numpy().copy())
+    return row.to(torch.float32)

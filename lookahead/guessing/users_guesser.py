@@ -42,10 +42,9 @@ class UsersGuesser(Guesser):
                     f"{self._name} proposes {tree!r:.60} in place of a GuessTree: propose GuessTree.empty() where "
                     "there is nothing to guess"
                 )
-            if tree.tokens.dtype.kind not in "iu":
-                raise TypeError(
-                    f"{self._name} proposes tokens of {tree.tokens.dtype}: make trees by GuessTree.of or .chain"
-                )
+            for name in ("tokens", "parents", "depths", "sources"):
+                if (dtype := getattr(tree, name).dtype).kind not in "iu":
+                    raise TypeError(f"{self._name} proposes {name} of {dtype}: make trees by GuessTree.of or .chain")
         return list(map(_of_usual_numbers, trees))
 
     def look_ahead(self, limits: Limits) -> list[list[np.ndarray]]:
@@ -95,9 +94,11 @@ def start(source: GuessSource, batch: Batch, name: str) -> Guesser:
 
 def _of_usual_numbers(tree: GuessTree) -> GuessTree:
     """The same tree in the dtypes that a `GuessTree` has: C++ reads its numbers as these."""
-    of_ints = (np.asarray(one).astype(np.int64) for one in (tree.tokens, tree.parents, tree.depths, tree.sources))
-    tokens, parents, depths, sources = of_ints
-    return GuessTree(tokens, parents, depths, np.asarray(tree.probabilities).astype(np.float64), sources)
+    numbers = {name: getattr(tree, name) for name in ("tokens", "parents", "depths", "sources")}
+    if tree.probabilities.dtype == np.float64 and all(one.dtype == np.int64 for one in numbers.values()):
+        return tree
+    whole = {name: one.astype(np.int64) for name, one in numbers.items()}
+    return replace(tree, probabilities=tree.probabilities.astype(np.float64), **whole)
 
 
 def _lent(limits: Limits) -> Limits:

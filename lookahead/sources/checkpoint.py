@@ -144,7 +144,7 @@ def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
         if path.suffix == ".safetensors":
             return load_file(path)
         found = torch.load(path, map_location="cpu", weights_only=True)
-    except OSError:  # it names the file
+    except (OSError, MemoryError):  # they say what is wrong
         raise
     except Exception as error:  # a damaged file may be taken for anything
         raise ValueError(f"{path} cannot be read, or holds more than tensors: {error}") from error

@@ -123,9 +123,10 @@ class _Head:
                 raise ValueError(f"{file.folder}/config.json asks for {name}, which lookahead does not support")
         try:
             config = LlamaConfig(**{name: settings[name] for name in LAYER_SETTINGS if settings.get(name) is not None})
-            self._rotary = LlamaRotaryEmbedding(config).to(self.device)
+            rotary = LlamaRotaryEmbedding(config)
         except Exception as error:  # a value may be unfit in any way
             raise ValueError(f"{file.folder}/config.json describes no layer like Llama's: {error}") from error
+        self._rotary = rotary.to(self.device)
         self._hidden, self._epsilon = config.hidden_size, config.rms_norm_eps
         layer = "midlayer." if "midlayer.self_attn.q_proj.weight" in file else "layers.0."
         self._is_third = layer + "hidden_norm.weight" in file
@@ -189,6 +190,8 @@ class _Head:
         tokens = np.arange(len(offsets)) + offsets
         if tokens.min() < 0 or tokens.max() >= self._vocabulary:
             raise ValueError(f"the tensor 'd2t' of {file.folder} leads to ids outside 0..{self._vocabulary - 1}")
+        if len(np.unique(tokens)) < len(tokens):
+            raise ValueError(f"the tensor 'd2t' of {file.folder} leads to an id twice")
         return tokens
 
     def new_text(self) -> Text:

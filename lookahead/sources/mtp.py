@@ -55,6 +55,8 @@ class _Layers:
         self.device = projection_of(model).weight.device
         try:
             self._model = mtp_model(model, path)
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
         except Exception as error:  # a damaged checkpoint may raise anything
             raise ValueError(
                 f"{path} has no multi-token-prediction layers that fit {type(model).__name__}: {error}"

@@ -39,13 +39,12 @@ SAVE_EVERY = 60.0  # seconds between two saves of the pool
 IGNORE_PADDING = {
     "max_length", "max_new_tokens", "min_new_tokens", "max_time", "do_sample", "temperature", "top_k", "top_p", "min_p",
     "typical_p", "epsilon_cutoff", "eta_cutoff", "bos_token_id", "eos_token_id", "pad_token_id", "use_cache",
-    "renormalize_logits", "remove_invalid_values", "suppress_tokens", "cache_implementation", "transformers_version",
-    "_from_model_config", "tokenizer",
+    "decoder_start_token_id", "renormalize_logits", "remove_invalid_values", "suppress_tokens", "cache_implementation",
+    "disable_compile", "num_assistant_tokens", "transformers_version", "_from_model_config", "tokenizer",
 }  # fmt: skip
 OFF = {
-    **{"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "min_length": 0, "length_penalty": 1.0, "num_beams": 1},
-    **{"encoder_repetition_penalty": 1.0, "encoder_no_repeat_ngram_size": 0, "diversity_penalty": 0.0},
-    **{"num_beam_groups": 1, "num_return_sequences": 1, "guidance_scale": 1.0},
+    **{"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "min_length": 0, "guidance_scale": 1.0},
+    **{"encoder_repetition_penalty": 1.0, "encoder_no_repeat_ngram_size": 0},
 }
 """Values with which other settings do nothing."""
 
@@ -159,7 +158,7 @@ class Texts:
         torch.manual_seed(batch[0].seed)  # used if the model's own loop decodes a single text
         output = self.model.generate(  # type: ignore[operator]  # a method
             ids.to(self.model.device), attention_mask=mask.to(self.model.device), max_new_tokens=room,
-            **self._loop([task.seed for task in batch]), **as_criterion(self._options),
+            **self._loop([task.seed for task in batch]), **as_criterion(self.model, self._options),
         )  # fmt: skip
         if len(batch) > 1 and self._engine and self._engine.last.plain:  # which samples all texts from one seed
             self._most, self.seconds = 1, self.seconds + time.perf_counter() - began
@@ -235,7 +234,7 @@ def _saved(pool: NgramPool | None, path: Path | None) -> Iterator[Callable[[], N
 
     try:
         yield save
-    except BaseException:  # which must not give way to an error of the pool
+    except BaseException:  # an error of the pool must not hide this one
         try:
             save(at_once=True)
         except click.ClickException as error:

@@ -279,7 +279,7 @@ def _answer(
     except (MemoryError, RuntimeError, ValueError) as error:
         if not sys.stdin.isatty():  # nobody is there who could go on
             raise
-        click.echo(f"\ndecoding failed: {error}; this turn is forgotten", err=True)
+        click.echo(f"\ndecoding failed: {error or type(error).__name__}; this turn is forgotten", err=True)
     else:
         throughput.add(record, span())
         if stop.asked:

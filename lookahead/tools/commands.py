@@ -36,7 +36,7 @@ from lookahead.tools.files import explained, read_text, reading, write_whole, wr
 from lookahead.tools.live import Meter, PlainDecoding, Share
 from lookahead.tools.loading import bare_settings, check_tokens, decoding, load, load_wrapped
 from lookahead.tools.prompts import given_prompt, read_prompts, source_prompts
-from lookahead.tools.terminal import AnswerStreamer, StepStreamer, can_show_live_line
+from lookahead.tools.terminal import AnswerStreamer, StepStreamer, is_full_terminal
 from lookahead.tools.trace import PlainTimes
 from lookahead.tools.trace import trace as trace_steps
 from lookahead.tools.tuning import time_steps
@@ -263,7 +263,7 @@ def tune(
     if costs.path is not None:
         with explained("cannot keep the times", OSError):
             stored.write(costs.path, costs.as_dict())
-    click.echo(f"kept for decoding: {costs.path}")
+        click.echo(f"kept for decoding: {costs.path}")
     if layer_skip:
         click.echo(found)
         if not why:
@@ -338,7 +338,7 @@ def _streamers(
     measured now.
     """
     step = lambda: engine.last.steps if engine else 0  # noqa: E731
-    if not can_show_live_line():
+    if not is_full_terminal():
         return lambda: kind(tokenizer, step)
     rate = plain.rate() if plain else None
     return lambda: kind(tokenizer, step, Meter(lambda: engine.last if engine else None, rate, model.device))

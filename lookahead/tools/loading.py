@@ -31,7 +31,7 @@ from ngram_pool.waiting import told_if_long
 # Settings by which generate() returns something else than the ids of one text.
 OTHER_RESULTS = (
     "return_dict_in_generate", "output_scores", "output_logits", "output_attentions", "output_hidden_states",
-    "num_return_sequences", "num_beams",
+    "num_return_sequences", "num_beams", "num_beam_groups", "early_stopping", "length_penalty", "diversity_penalty",
 )  # fmt: skip
 SAMPLING = {"temperature", "top_k", "top_p", "min_p"}  # options that imply --do-sample
 

@@ -17,9 +17,10 @@ from ngram_pool.waiting import told_if_long
 STEP_COLOURS = ("cyan", "yellow")  # for the tokens of even and odd steps
 
 
-def can_show_live_line() -> bool:
-    """Whether standard output is a terminal that can move its cursor."""
-    return sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+def is_full_terminal() -> bool:
+    """Whether standard output is a terminal that can show colours and move its cursor."""
+    usual = "" if os.name == "nt" else "dumb"  # Windows sets no TERM
+    return sys.stdout.isatty() and os.environ.get("TERM", usual) != "dumb"
 
 
 class StepStreamer(PieceStreamer):
@@ -31,7 +32,7 @@ class StepStreamer(PieceStreamer):
         super().__init__(tokenizer, self._print)
         self._step = step
         self._meter = meter
-        self._on_terminal = can_show_live_line()
+        self._on_terminal = is_full_terminal()
         self._parts: list[str] = []  # text to write, together with the live line
         self._words = WordWrap(self._parts.append)
         self._reading = ExitStack()  # closing it removes the message about a long prefill

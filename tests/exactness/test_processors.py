@@ -1,6 +1,7 @@
 """Logits processors, of transformers and of users, in any order: the same texts and draws as in plain decoding."""
 
 import random
+from functools import partial
 from types import SimpleNamespace
 from unittest import mock
 
@@ -34,6 +35,7 @@ import lookahead
 from lookahead import LookaheadConfig
 from lookahead.engine import scores, torch_choice
 from lookahead.engine.sampling import NewTokensCriterion, NewTokensProcessor, NextTokenRule, Settings
+from lookahead.streaming import PieceStreamer
 from lookahead.tools.server.answering import Penalties
 
 
@@ -435,7 +437,7 @@ class Rewrites(StoppingCriteria):
 
 
 @pytest.mark.parametrize("ignored", [None, 3, 7, 9])
-@pytest.mark.parametrize("how", ["criterion", "processor", "streamer", "ids"])
+@pytest.mark.parametrize("how", ["criterion", "processor", "streamer", "pieces", "ids"])
 def test_a_penalty_is_that_of_the_moment_and_of_the_text_as_it_is(how, ignored):
     """Whatever sets it, or writes to the text."""
     model, ids = tiny_model("gpt2", seed=1), torch.tensor([[74, 37, 82, 58, 22, 56, 37]])
@@ -450,6 +452,11 @@ def test_a_penalty_is_that_of_the_moment_and_of_the_text_as_it_is(how, ignored):
         elif how == "streamer":
             options["streamer"] = TextStreamer(mock.MagicMock())
             options["streamer"].put = lambda tokens: setattr(penalty, "penalty", penalty.penalty + 0.2)
+        elif how == "pieces":
+            tokenizer = mock.MagicMock()
+            tokenizer.decode = lambda ids, **options: "a " * len(ids)
+            write = partial(setattr, penalty, "penalty")
+            options["streamer"] = PieceStreamer(tokenizer, lambda piece: write(penalty.penalty + 0.2))
         else:
             options["stopping_criteria"] = StoppingCriteriaList([Rewrites()])
         mine = LogitsProcessorList(processors)

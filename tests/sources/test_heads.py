@@ -626,7 +626,7 @@ def test_a_damaged_file_is_named(tmp_path, name, content):
         EagleSource(deep_model(), folder)
 
 
-def test_a_damaged_file_of_pytorch_is_named(tmp_path):
+def test_a_damaged_file_of_pytorch_raises_no_other_error(tmp_path):
     config, tensors = files_of("eagle")
     folder = write(tmp_path / "heads", config, tensors)
     (folder / "model.safetensors").unlink()

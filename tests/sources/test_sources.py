@@ -5,6 +5,7 @@ import itertools
 import random
 import threading
 from collections.abc import Iterable
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -1278,7 +1279,7 @@ class OddNumbers(GuessSource):
         tokens, parents, depths, probabilities, sources = numbers
         whole = np.int64 if np.dtype(self.kind).kind == "f" else self.kind
         probabilities = probabilities.astype(self.kind) if np.dtype(self.kind).kind == "f" else probabilities
-        return GuessTree(tokens.astype(whole), parents, depths.astype(self.kind), probabilities, sources)
+        return GuessTree(tokens.astype(whole), parents, depths.astype(whole), probabilities, sources)
 
     def look_ahead(self, limits):
         return [[np.array([3, 4], self.kind)] if np.dtype(self.kind).kind in "iu" else [] for _ in limits.depths]
@@ -1292,6 +1293,18 @@ def test_numbers_of_any_kind_become_those_that_are_read(kind, is_calibrated):
     expected = model.generate(IDS, **options).tolist()
     lookahead.wrap(model, LookaheadConfig(budget=8, window_size=0), source=[OddNumbers(kind, is_calibrated)])
     assert model.generate(IDS, **options).tolist() == expected
+
+
+@pytest.mark.parametrize("name", ["tokens", "parents", "depths", "sources"])
+def test_numbers_that_are_not_whole_are_named(name):
+    class Odd(OddNumbers):
+        def tree(self, n):
+            tree = super().tree(n)
+            return replace(tree, **{name: getattr(tree, name).astype(float)})
+
+    model = lookahead.wrap(tiny_model("llama"), LookaheadConfig(budget=8), source=Odd("int64", True))
+    with pytest.raises((TypeError, IndexError), match=rf"Odd proposes {name} of float64|must be of integer"):
+        model.generate(IDS, max_new_tokens=20)
 
 
 @pytest.mark.parametrize("proposed", [GuessTree.chain([3]), np.zeros(1)])

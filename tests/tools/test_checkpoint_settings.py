@@ -10,6 +10,7 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from starlette.testclient import TestClient
+from transformers import GenerationConfig
 
 import lookahead
 from lookahead import DEMO_MODEL
@@ -107,6 +108,7 @@ def test_a_tokenizer_of_another_model_is_named(tmp_path):
         assert "but the model knows 50 tokens: the tokenizer is another model's" in result.output
 
 
+@pytest.mark.skipif(os.name == "nt", reason="pipes with names")
 def test_whatever_can_be_written_to_is_written_to(tmp_path):
     """A pipe has no folder, and the folder of a file that is extended may be read-only."""
     fifo, found = tmp_path / "fifo", []
@@ -193,5 +195,14 @@ def test_a_submitted_text_may_have_stop_strings():
     while texts.step():
         pass
     assert future.result().tolist() == text.tolist()
+    settings = GenerationConfig(stop_strings="return", max_new_tokens=40)
+    future = texts.submit(ids, tokenizer=tokenizer, generation_config=settings)
+    while texts.step():
+        pass
+    assert future.result().tolist() == text.tolist()
+    assert settings.stop_strings == "return"
     with pytest.raises(ValueError, match=r"stop_strings='return' need the tokenizer"):
         texts.submit(ids, **options)
+    model.generation_config.stop_strings = "x"
+    with pytest.raises(ValueError, match=r"generation_config.stop_strings='x' cannot be used here"):
+        texts.submit(ids, tokenizer=tokenizer)

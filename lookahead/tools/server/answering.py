@@ -386,7 +386,8 @@ class Probabilities(NewTokensProcessor):
 
     def change(self, scores: np.ndarray, new: list[int]) -> None:
         self.see(new[-1:])
-        self._row = torch.from_numpy(scores).log_softmax(-1).numpy()
+        below = scores - scores.max()
+        self._row = below - np.log(np.exp(below).sum())
 
     def see(self, last: list[int]) -> None:
         """Note the last token, if it has not been noted."""
@@ -437,7 +438,14 @@ class Penalties(NewTokensProcessor):
     def __init__(self, prompt: int, presence: float, frequency: float):
         super().__init__(prompt)
         self._presence, self._frequency = np.float32(presence), np.float32(frequency)
+        self._counts, self._counted = np.zeros(0, np.float32), 0  # of each token, in so many tokens
 
     def change(self, scores: np.ndarray, new: list[int]) -> None:
-        tokens, counts = np.unique(np.array([token for token in new if token < len(scores)], int), return_counts=True)
-        scores[tokens] = scores[tokens] - self._presence - self._frequency * counts.astype(np.float32)
+        if not len(self._counts):
+            self._counts = np.zeros(len(scores), np.float32)
+        for token in new[self._counted :]:
+            if token < len(scores):
+                self._counts[token] += 1
+        self._counted = len(new)
+        tokens = self._counts.nonzero()[0]
+        scores[tokens] = scores[tokens] - self._presence - self._frequency * self._counts[tokens]

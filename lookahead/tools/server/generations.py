@@ -374,7 +374,8 @@ class Generations(Worker):
                 self._prefixes.keep(prompt.ids[:cached], taken[0])
             raise
         except Exception:
-            writer.flush()
+            with suppress(Exception):  # the first error is the one to tell
+                writer.flush()
             raise
         finally:
             self._prefixes.give_back(taken[0])
