@@ -73,12 +73,12 @@ def is_callers_own(cache: Cache | None) -> bool:
     return getattr(cache, "_is_user_defined", False)
 
 
-# -- models -----------------------------------------------------------------------------------------------------------
-
-
 def caches_nothing(layer: object) -> bool:
     """Whether a layer of a cache only stands for a layer of the model that caches nothing."""
     return type(layer).__name__ == "DummyLayer"  # older transformers have none
+
+
+# -- models -----------------------------------------------------------------------------------------------------------
 
 
 def attention_implementation(config: PretrainedConfig | None) -> str | None:
