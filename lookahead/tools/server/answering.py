@@ -386,8 +386,9 @@ class Probabilities(NewTokensProcessor):
 
     def change(self, scores: np.ndarray, new: list[int]) -> None:
         self.see(new[-1:])
-        below = scores - scores.max()
-        self._row = below - np.log(np.exp(below).sum())
+        with np.errstate(all="ignore"):  # of scores that are NaN, or all -inf
+            below = scores - scores.max()
+            self._row = below - np.log(np.exp(below).sum())
 
     def see(self, last: list[int]) -> None:
         """Note the last token, if it has not been noted."""
