@@ -7,14 +7,14 @@ GPU_FLAGS ?=
 PROGRAMS ?= 200
 NATIVE_FLAGS ?=
 ifndef PART
-PART := $(shell awk 'BEGIN { srand(); print int(4 * rand()) }')/4
+PART := $(shell awk 'BEGIN { srand(); print int(6 * rand()) }')/6
 endif
 VENV := .venv
 INSTALLED := $(VENV)/installed
 WITH_TESTS := $(VENV)/installed-with-tests
 CPP := lookahead/cpu/*.cpp lookahead/cpu/*.h ngram_pool/*.cpp ngram_pool/*.h
 VLLM := .peers/vllm
-DRAWN := LOOKAHEAD_SHARE=0.4 LOOKAHEAD_PART=$(PART)
+DRAWN := LOOKAHEAD_SHARE=0.3 LOOKAHEAD_PART=$(PART)
 PROCESSES := --numprocesses auto --maxprocesses 4 --dist worksteal
 
 .PHONY: demo lint test test-all test-core test-versions test-native test-vllm test-clients gpu docs format clean
@@ -43,7 +43,7 @@ lint: $(WITH_TESTS)
 	$(VENV)/bin/lint-imports --no-cache
 	$(VENV)/bin/mypy
 
-# A quarter of the many cases, drawn anew each time, and two fifths of the examples of each property test. The command that
+# A sixth of the many cases, drawn anew each time, and three tenths of the examples of each property test. The command that
 # make shows runs the same cases again. test-all runs everything.
 test: lint
 	$(DRAWN) $(VENV)/bin/python -m pytest $(PROCESSES)

@@ -384,28 +384,26 @@ class SettingAHook(LogitsProcessor):
         return scores
 
 
-@pytest.mark.parametrize("how", ["given back", "passed in", "changed meanwhile"])
 @pytest.mark.parametrize("model_type", sorted({*SETTINGS, *ALIKE} - NO_CONVERSATION))
-def test_a_batch_leaves_lookahead_for_the_models_own_code(model_type, how):
-    """Its layers become those that transformers makes, also where a layer only stands for one that caches nothing."""
+def test_a_batch_leaves_lookahead_for_the_models_own_code(model_type):
+    """Its layers become those that transformers makes, also where a layer only stands for one that caches nothing: as
+    the cache is given back, as one was passed in, and as the model changes meanwhile."""
     model = tiny_model(model_type)
     ids = torch.tensor([[5, 6, 7, 8, 9, 5, 6], [5, 6, 7, 8, 9, 5, 7]])
     options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "attention_mask": torch.ones_like(ids)}
 
     def run():
-        if how == "changed meanwhile":
-            setting = SettingAHook(model)
-            text = model.generate(ids, **options, logits_processor=LogitsProcessorList([setting]))
-            for hook in setting.hooks:
-                hook.remove()
-            return text.tolist()
-        own = {}
-        if how == "passed in":
-            own = {"past_key_values": DynamicCache(config=model.config.get_text_config(decoder=True))}
-        output = model.generate(ids, **options, **own, return_dict_in_generate=True)
-        longer = torch.cat([output.sequences, ids[:, :2]], dim=1)
-        more = options | {"attention_mask": torch.ones_like(longer), "past_key_values": output.past_key_values}
-        return output.sequences.tolist(), model.generate(longer, **more).tolist()
+        found = []
+        for own in ({}, {"past_key_values": DynamicCache(config=model.config.get_text_config(decoder=True))}):
+            output = model.generate(ids, **options, **own, return_dict_in_generate=True)
+            longer = torch.cat([output.sequences, ids[:, :2]], dim=1)
+            more = options | {"attention_mask": torch.ones_like(longer), "past_key_values": output.past_key_values}
+            found += [output.sequences.tolist(), model.generate(longer, **more).tolist()]
+        setting = SettingAHook(model)
+        found.append(model.generate(ids, **options, logits_processor=LogitsProcessorList([setting])).tolist())
+        for hook in setting.hooks:
+            hook.remove()
+        return found
 
     expected = run()
     lookahead.wrap(model)
