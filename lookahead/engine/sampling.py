@@ -186,7 +186,9 @@ class NextTokenRule:
         """Whether sequences leave when they have ended. If their scores may be seen, they continue with padding, as in
         plain decoding."""
         self._chooses = len(ids) == 1 and not sees_all and (ids.is_cpu or not processors)
-        self._asks = self._chooses and all(map(_asks_for_tokens, criteria))
+        self.may_be_rewritten = not all(map(_asks_for_tokens, criteria))
+        """Whether a criterion of a user sees the ids. It may write to them."""
+        self._asks = self._chooses and not self.may_be_rewritten
         shows = settings.streamer is not None and _shows_to_users(settings.streamer)
         by_tokens = [x for x in (*processors, *criteria) if isinstance(x, (NewTokensProcessor, NewTokensCriterion))]
         self._is_watched = self._chooses and (shows or not self._asks or any(map(runs_code_of_users, by_tokens)))

@@ -72,7 +72,7 @@ def _record(rule: NextTokenRule, chosen: torch.Tensor, no_choice: torch.Tensor |
     emitted = [written[sequence] for sequence in rule.live]
     if len(rule.ids) == 1:
         rule.new += emitted
-        if rule.ends is None:  # criteria may have written to other columns, too
+        if rule.may_be_rewritten:  # in other columns, too
             rule.new[:] = rule.ids[0, rule.width :].tolist()
     if rule.drops_ended or not any(unfinished):
         rule.select([sequence for sequence in rule.live if unfinished[sequence]])

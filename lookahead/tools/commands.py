@@ -180,7 +180,8 @@ def audit(
     names = [str(prompt["question_id"]) for prompt in prompts]
     for name, ids in zip(names, inputs, strict=True):
         _check_length(ids.shape[1], model, f"the prompt {name}")
-        check_tokens(ids[0].tolist(), model, f"the prompt {name}")
+        with decoding():
+            check_tokens(ids[0].tolist(), model, f"the prompt {name}")
     max_new_tokens = _fitting(max_new_tokens, max(ids.shape[1] for ids in inputs), model)
     with decoding(), click.progressbar(inputs, label="prompts", file=sys.stderr) as progress:
         tallies = audit_prompts(model, progress, max_new_tokens, temperature, assistant=assistant_model)
@@ -307,7 +308,8 @@ def _load_for_a_prompt(
         if tokenizer.chat_template is not None:
             click.echo("note: the prompt is continued as raw text; --chat sends it as a user's message", err=True)
         inputs = BatchEncoding(inputs_of(tokenizer, text, model.device))
-    check_tokens(inputs.input_ids[0].tolist(), model, "the prompt")
+    with decoding():  # a device may have no values
+        check_tokens(inputs.input_ids[0].tolist(), model, "the prompt")
     options["max_new_tokens"] = _fitting(options["max_new_tokens"], inputs.input_ids.shape[1], model)
     return text, inputs, model, tokenizer, engine, options
 
