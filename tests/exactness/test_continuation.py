@@ -6,7 +6,7 @@ from copy import deepcopy
 import pytest
 import torch
 from test_lossless import random_prompt
-from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
+from transformers import CONFIG_MAPPING, DynamicCache, LogitsProcessor, LogitsProcessorList
 from zoo import ALIKE, SETTINGS, WITH_STATE, tiny_model
 
 import lookahead
@@ -384,7 +384,7 @@ class SettingAHook(LogitsProcessor):
         return scores
 
 
-@pytest.mark.parametrize("model_type", sorted({*SETTINGS, *ALIKE} - NO_CONVERSATION))
+@pytest.mark.parametrize("model_type", sorted(({*SETTINGS, *ALIKE} & {*CONFIG_MAPPING}) - NO_CONVERSATION))
 def test_a_batch_leaves_lookahead_for_the_models_own_code(model_type):
     """Its layers become those that transformers makes, also where a layer only stands for one that caches nothing: as
     the cache is given back, as one was passed in, and as the model changes meanwhile."""
