@@ -59,6 +59,7 @@ class Penalize(Change):
         super().__init__(processor)
         self._ignored = self._until = 0
         self._seen = np.zeros(0, bool)  # by token, from position _ignored to _until
+        self._knows_all = True  # whether these all have scores
 
     def apply(self, scores: np.ndarray, rule: NextTokenRule) -> bool:
         processor: Any = self.processor
@@ -67,10 +68,15 @@ class Penalize(Change):
             return False
         if not len(self._seen) or ignored != self._ignored:
             self._seen, self._ignored, self._until = np.zeros(len(scores), bool), ignored, ignored
+            self._knows_all = True
         if (begin := self._until) < rule.length:
             new = rule.new[begin - rule.width :] if begin >= rule.width else rule.ids[0, begin:].numpy()
-            self._seen[_known(np.asarray(new), scores)] = True
+            known = _known(tokens := np.asarray(new), scores)
+            self._knows_all &= len(known) == len(tokens)  # otherwise it depends on the version what happens
+            self._seen[known] = True
             self._until = rule.length
+        if not self._knows_all:
+            return False
         tokens, by = self._seen.nonzero()[0], np.float32(penalty)
         found = scores[tokens]
         with np.errstate(all="ignore"):

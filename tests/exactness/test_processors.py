@@ -1,6 +1,7 @@
 """Logits processors, of transformers and of users, in any order: the same texts and draws as in plain decoding."""
 
 import random
+import re
 from functools import partial
 from types import SimpleNamespace
 from unittest import mock
@@ -356,9 +357,14 @@ def test_repetitions_are_penalized_as_by_transformers(prompt, new, penalty, igno
     assert isinstance(change, scores.Penalize)
     for token in [*new, 0]:
         row = torch.tensor(drawn.normal(0, 10, 31) * drawn.choice([1, np.inf, np.nan, 1e38], 31), dtype=torch.float32)
+        try:
+            expected = processor(rule.ids, row[None])
+        except RuntimeError as error:  # older transformers raise it for tokens that are not in the vocabulary
+            with pytest.raises(RuntimeError, match=re.escape(str(error))):
+                scores.changed(row, rule, [change])
+            return
         with np.errstate(all="raise"):
             found = scores.changed(row, rule, [change])
-        expected = processor(rule.ids, row[None])
         assert torch.equal(found.view(torch.int32), expected.view(torch.int32)) or torch.equal(
             found.nan_to_num(7.0), expected.nan_to_num(7.0)
         )
