@@ -351,7 +351,10 @@ def test_repetitions_are_penalized_as_by_transformers(prompt, new, penalty, igno
     drawn = np.random.default_rng(seed)
     settings = Settings(do_sample=False)
     ids = torch.tensor([prompt], dtype=torch.long)
-    processor = RepetitionPenaltyLogitsProcessor(penalty, ignored)
+    try:
+        processor = RepetitionPenaltyLogitsProcessor(penalty, ignored)
+    except ValueError:  # older transformers take no tensor
+        processor = RepetitionPenaltyLogitsProcessor(penalty, int(ignored))
     rule = NextTokenRule(ids, LogitsProcessorList([processor]), StoppingCriteriaList(), settings)
     (change,) = scores.changes([processor])
     assert isinstance(change, scores.Penalize)
