@@ -19,6 +19,7 @@ from transformers import (
 from lookahead.engine.sampling import NewTokensProcessor, NextTokenRule
 
 FOREVER = 2**62
+HIDE = MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor, SuppressTokensLogitsProcessor
 
 
 class Change:
@@ -39,12 +40,15 @@ class Hide(Change):
     """Sets the scores of some tokens to -inf, in short texts."""
 
     def apply(self, scores: np.ndarray, rule: NextTokenRule) -> bool:
-        processor: Any = self.processor
-        tokens, length = processor.suppress_tokens if type(processor) is _SUPPRESS else processor.eos_token_id, FOREVER
-        if type(processor) is _MIN_LENGTH:
-            length = processor.min_length
-        elif type(processor) is _MIN_NEW:
-            length = processor.prompt_length_to_skip + processor.min_new_tokens
+        processor, length = self.processor, FOREVER
+        if isinstance(processor, SuppressTokensLogitsProcessor):
+            tokens = processor.suppress_tokens
+        else:
+            tokens = processor.eos_token_id  # type: ignore[attr-defined]  # of both others
+            if isinstance(processor, MinLengthLogitsProcessor):
+                length = processor.min_length
+            elif isinstance(processor, MinNewTokensLengthLogitsProcessor):
+                length = processor.prompt_length_to_skip + processor.min_new_tokens
         if tokens.is_floating_point():  # also if there are none
             return False
         if rule.length < length:
@@ -84,11 +88,6 @@ class Penalize(Change):
         return True
 
 
-_SUPPRESS, _MIN_LENGTH, _MIN_NEW = (
-    SuppressTokensLogitsProcessor, MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor
-)  # fmt: skip
-
-
 def _first_that_counts(processor: Any) -> int | None:
     """The first position whose token a repetition penalty sees; None if it is no whole number."""
     ignored = processor.prompt_ignore_length
@@ -113,7 +112,7 @@ def changes(processors: Sequence[LogitsProcessor]) -> list[LogitsProcessor | Cha
 def _change_of(processor: LogitsProcessor) -> LogitsProcessor | Change:
     if type(processor) is RepetitionPenaltyLogitsProcessor:
         return Penalize(processor)
-    return Hide(processor) if type(processor) in (_SUPPRESS, _MIN_LENGTH, _MIN_NEW) else processor
+    return Hide(processor) if type(processor) in HIDE else processor
 
 
 def changed(row: torch.Tensor, rule: NextTokenRule, through: Sequence[LogitsProcessor | Change]) -> torch.Tensor:
