@@ -1,5 +1,7 @@
 """Texts that one thread decodes together: they join and leave between steps."""
 
+import copy
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -13,13 +15,13 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import BaseStreamer
 
 from lookahead.compat.loops import own_loop
 from lookahead.engine.call import Decoding
-from lookahead.engine.engine import Lookahead
-from lookahead.engine.loop import decoding
+from lookahead.engine.engine import Lookahead, check_source
+from lookahead.engine.loop import decoding, stop_of_users
 from lookahead.engine.recording import RecordingStreamer
 from lookahead.engine.sampling import NewTokensProcessor
 from lookahead.guessing.combine import Ledger
@@ -30,6 +32,8 @@ from lookahead.stats import Stats
 from lookahead.wrapping import engine_of
 
 __all__ = ["NewTokensProcessor", "RecordingStreamer", "Sequences", "seeded"]
+
+logger = logging.getLogger(__name__)
 
 
 class Sequences:
@@ -68,6 +72,8 @@ class Sequences:
     ) -> Future:
         """Decode a text in the next steps. Returns a future of the result or error of `generate`.
 
+        A text begins with the next step. Prompt and settings are copied now, but for the model's own settings.
+
         input_ids: int64 [1, n]; or [texts, n], of texts that begin together.
         seed: a text is sampled as after ``torch.manual_seed(seed)``, the next one of several as after seed + 1. By
             default, torch draws a number now.
@@ -76,8 +82,8 @@ class Sequences:
         options: other arguments of `generate`. With ``prefill_chunk_size``, a step prefills this many tokens of a
             prompt, so that a long prompt does not block the other texts; by default, it prefills a whole prompt.
 
-        Raises ValueError for ``custom_generate`` and ``assistant_model``, ``stop_strings`` without a ``tokenizer``, and
-        for a seed that torch does not take.
+        Raises ValueError for ``custom_generate`` and ``assistant_model``, ``stop_strings`` without a ``tokenizer``, a
+        seed that torch does not take, and a source that cannot guess for the model.
         Raises TypeError for other arguments of a wrong type, and if the model has been unwrapped. If the model's own
         decoding serves a text (`Lookahead.report`), it is written in one step; several texts that begin together are
         then sampled together, after ``seed``.
@@ -96,13 +102,16 @@ class Sequences:
             seed = int(torch.randint(2**62, (), device="cpu"))
         if not (isinstance(seed, Integral) and -(2**63) <= seed < 2**64):
             raise ValueError(f"seed={seed!r} must be a whole number in -2**63..2**64-1")
-        sources = [source] if isinstance(source, GuessSource) else list(source)
+        sources = list(source) if isinstance(source, Sequence) else [source]
+        for one in sources:
+            check_source(one, self._model)
         settings = options.get("generation_config") or self._model.generation_config
         if options.get("stop_strings") or getattr(settings, "stop_strings", None):
             from lookahead.compat.stop_strings import as_criterion  # other texts end without them
 
             options = as_criterion(self._model, options)
-        begin = partial(self._begin, input_ids, int(seed), sources, streamer, options)
+        options = {name: _copied(value) for name, value in options.items()}
+        begin = partial(self._begin, input_ids.clone(), int(seed), sources, streamer, options)
         self._submitted.append(text := _Text(begin))
         return text.future
 
@@ -139,13 +148,10 @@ class Sequences:
         (KeyboardInterrupt) ends all texts.
         """
         if not self._stepping.acquire(blocking=False):
-            raise RuntimeError("another thread takes a step: one at a time may call step()")
+            raise RuntimeError("a step is under way: one thread at a time may call step(), and no callback in it")
         try:
             self._take_in()
-            canceled = {self._canceled.popleft() for _ in range(len(self._canceled))}
-            for text in self._texts:
-                if text.future in canceled:
-                    text.end(CancelledError())
+            self._end_canceled()
             with torch.no_grad():  # as generate() decodes
                 self._read()
                 began = perf_counter()
@@ -154,6 +160,8 @@ class Sequences:
                 for text, output in zip(live, run_together(wanted, weights_may_change), strict=True):
                     text.go_on(output)
                 self._seconds = perf_counter() - began
+            if self._canceled:  # by a callback
+                self._end_canceled()
         except BaseException as error:  # an interrupt: how far the texts are is unknown
             for text in self._texts:
                 text.end(error)
@@ -170,6 +178,12 @@ class Sequences:
             if text.future.set_running_or_notify_cancel():
                 self._texts.append(text)
 
+    def _end_canceled(self) -> None:
+        canceled = {self._canceled.popleft() for _ in range(len(self._canceled))}
+        for text in self._texts:
+            if text.future in canceled:
+                text.end(CancelledError())
+
     def _read(self) -> None:
         began = perf_counter()
         while reading := next((text for text in self._texts if text.is_reading), None):
@@ -179,10 +193,11 @@ class Sequences:
                 break
 
     def close(self) -> None:
-        """Cancel all texts."""
+        """Cancel all texts. While a step is under way, they end with it."""
         for text in [*self._submitted, *self._texts]:
             self.cancel(text.future)
-        self.step()
+        if not self._stepping.locked():
+            self.step()
 
     def _begin(
         self,
@@ -254,14 +269,27 @@ class _Text:
         except StopIteration as end:
             self.future.set_result(end.value)
         except Exception as error:
-            self.end(error)
+            self.end(stop_of_users(error) or error)
 
     def end(self, error: BaseException) -> None:
         """Fail with this error, and clean up. No effect once the text has ended."""
-        if self._call is not None:
-            self._call.close()
-        if not self.future.done():
-            self.future.set_exception(error)
+        try:
+            if self._call is not None:
+                self._call.close()
+        except Exception as another:  # of a source that ends: it must not take other texts with it
+            logger.warning("a text that failed with %r could not be cleaned up: %r", error, another)
+        finally:
+            if not self.future.done():
+                self.future.set_exception(error)
+
+
+def _copied(value: Any) -> Any:
+    """A copy of what a caller may change before the text begins; a cache is to be filled, so it is no copy."""
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    if isinstance(value, GenerationConfig):
+        return copy.deepcopy(value)
+    return copy.copy(value) if isinstance(value, (list, dict)) else value
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from lookahead.guessing.bigrams import new_pool
 from lookahead.guessing.source import GuessSource
 from lookahead.models.state import forget, state_of
 from lookahead.passes import packed
-from lookahead.passes.capabilities import find_adapter, fused_runner
+from lookahead.passes.capabilities import find_adapter, forget_refusals, fused_runner
 from ngram_pool import NgramPool
 from ngram_pool.waiting import told_if_long
 
@@ -111,9 +111,9 @@ def wrap(
     source: one `GuessSource`, or several, whose guesses make one tree; default: the pool and its Jacobi window. In a
         list, `PoolSource()` stands for the pool.
 
-    Raises TypeError if ``model`` cannot generate, and for other arguments of a wrong type. Raises
-    UnsupportedModelError, which names the layer, if lookahead would change the model's text. Raises RuntimeError while
-    the model decodes in any thread.
+    Raises TypeError if ``model`` cannot generate, and for other arguments of a wrong type. Raises ValueError if a
+    source cannot guess for this model. Raises UnsupportedModelError, which names the layer, if lookahead would change
+    the model's text. Raises RuntimeError while the model decodes in any thread.
     """
     if hasattr(model, "get_base_model"):
         wrap(model.get_base_model(), config, pool, source)  # type: ignore[operator]  # a method
@@ -153,7 +153,10 @@ def wrap(
 
 def _prepare(model: PreTrainedModel, engine: Lookahead) -> None:
     """Test the model with the engine's settings, and attach the engine to it."""
+    for source in engine.sources:
+        source.check_model(model)
     if not model.config.is_encoder_decoder and state_of(model).why_plain() is None:
+        forget_refusals(model)
         with told_if_long("trying how the model can be decoded"):
             engine.adapter = find_adapter(model, engine.config.cpu_kernels)
             fused_runner(model, engine.adapter, packs=engine.config.pack_weights)  # copies the weights now

@@ -52,6 +52,19 @@ def check_settings(config: object, pool: object) -> None:
     check_pool(pool)
 
 
+def check_source(source: object, model: PreTrainedModel | None = None) -> None:
+    """Raise TypeError for what is no source of guesses, and ValueError for one that cannot guess for this model."""
+    if not (isinstance(source, GuessSource) and can_guess(source)):
+        raise TypeError(
+            f"source={source!r} is no source of guesses: give an object of a class that is derived from "
+            "lookahead.GuessSource and defines propose(texts, limits), or start(batch)"
+        )
+    if not isinstance(source.needs, Needs):
+        raise TypeError(f"{type(source).__name__}.needs={source.needs!r:.80} must be a lookahead.Needs")
+    if model is not None:
+        source.check_model(model)
+
+
 @dataclass
 class Lookahead:
     """The engine of a wrapped model, ``model.lookahead``."""
@@ -91,13 +104,7 @@ class Lookahead:
         given = default_sources(self.config) if self.source is None else self.source
         self.sources: list[GuessSource] = list(given) if isinstance(given, Sequence) else [given]
         for source in self.sources:
-            if not can_guess(source):
-                raise TypeError(
-                    f"source={source!r} is no source of guesses: give an object of a class that is derived from "
-                    "lookahead.GuessSource and defines propose(texts, limits), or start(batch)"
-                )
-            if not isinstance(source.needs, Needs):
-                raise TypeError(f"{type(source).__name__}.needs={source.needs!r:.80} must be a lookahead.Needs")
+            check_source(source)
         if not self.sources:
             raise ValueError("source=[] holds no source of guesses: leave it out for the n-gram pool")
         self.ledger = Ledger(self.sources)

@@ -31,13 +31,16 @@ def emit(rule: NextTokenRule, logits: torch.Tensor, changed: torch.Tensor | None
         rule.scores += (scores,)
     if rule.logits is not None:
         rule.logits += (raw,)
-    is_usual = scores.dtype == torch.float32 and scores.ndim == 2 and len(scores) == 1
+    is_usual = isinstance(scores, torch.Tensor) and (scores.dtype, scores.ndim) == (torch.float32, 2)
+    is_usual = is_usual and len(scores) == 1
     token, no_choice = rule.choose(scores, 0, Warp()) if is_usual else None, None
     if token is not None:
         chosen = scores.new_tensor([token], dtype=torch.long)
     elif settings.do_sample:
         probabilities = torch.nn.functional.softmax(scores, dim=-1)
         no_choice = probabilities[:, 0].isnan()  # one NaN in a row, or nothing but -inf, makes all of it NaN
+        if no_choice.is_cpu and no_choice.any():  # nothing is drawn yet; a GPU would have to be waited for
+            raise _nothing_to_draw(rule.ids.shape[1])
         probabilities.masked_fill_(no_choice[:, None], 1.0)  # on a GPU, multinomial would end the process
         pairs = zip(probabilities.chunk(len(rule.generators)), rule.generators, strict=True)
         chosen = torch.cat([torch.multinomial(part, 1, generator=own) for part, own in pairs]).squeeze(1)
@@ -65,10 +68,7 @@ def _record(rule: NextTokenRule, chosen: torch.Tensor, no_choice: torch.Tensor |
     of_each = [chosen, rule.ids[:, -1], rule.unfinished.long(), *([] if no_choice is None else [no_choice.long()])]
     tokens, written, unfinished, *spoiled = torch.stack(of_each).tolist()
     if any(map(any, spoiled)):
-        raise RuntimeError(  # as multinomial does on a CPU
-            f"the scores of the token at position {rule.ids.shape[1] - 1} are NaN, or all -inf: the model's weights or "
-            "a logits processor are at fault, or the dtype is too narrow"
-        )
+        raise _nothing_to_draw(rule.ids.shape[1] - 1)
     emitted = [written[sequence] for sequence in rule.live]
     if len(rule.ids) == 1:
         rule.new += emitted
@@ -79,6 +79,14 @@ def _record(rule: NextTokenRule, chosen: torch.Tensor, no_choice: torch.Tensor |
     if rule.settings.streamer is not None:
         rule.settings.streamer.put(torch.tensor(tokens, device="cpu"))
     return emitted
+
+
+def _nothing_to_draw(position: int) -> RuntimeError:
+    """The error that multinomial raises on a CPU."""
+    return RuntimeError(
+        f"the scores of the token at position {position} are NaN, or all -inf: the model's weights or a logits "
+        "processor are at fault, or the dtype is too narrow"
+    )
 
 
 def _with_ended(rule: NextTokenRule, rows: torch.Tensor) -> torch.Tensor:

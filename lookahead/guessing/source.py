@@ -157,6 +157,10 @@ class GuessSource(Guesser):
     """Whether asking it takes almost no time. Other sources are asked only while the tokens that only they propose are
     worth the time, and are tried again from time to time. They take no part in calls that are too short for that."""
 
+    def check_model(self, model: PreTrainedModel) -> None:
+        """Raise ValueError, with the remedy, if it cannot guess for this model. `wrap` asks, and `Sequences.submit`."""
+        return
+
     def start(self, batch: Batch) -> Guesser:
         """Begin a call: return its guesser."""
         return self
@@ -167,11 +171,9 @@ def is_ours(guesser: Guesser) -> bool:
     return type(guesser).__module__.startswith("lookahead.")
 
 
-def can_guess(source: object) -> bool:
-    """Whether this is a source of guesses: it defines `propose` or `start`."""
-    return isinstance(source, GuessSource) and (
-        type(source).propose is not Guesser.propose or type(source).start is not GuessSource.start
-    )
+def can_guess(source: GuessSource) -> bool:
+    """Whether it defines `propose` or `start`."""
+    return type(source).propose is not Guesser.propose or type(source).start is not GuessSource.start
 
 
 def top_k(

@@ -33,7 +33,7 @@ class UsersGuesser(Guesser):
         proposed = self._guesser.propose(_copies_of(texts), _lent(limits))
         if proposed is None:
             return []
-        if isinstance(proposed, GuessTree | np.ndarray):
+        if isinstance(proposed, GuessTree) or not isinstance(proposed, Sequence):
             raise TypeError(f"{self._name} proposes {proposed!r:.60}: propose a list, of a GuessTree for each sequence")
         trees = list(proposed)
         for tree in trees:

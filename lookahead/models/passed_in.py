@@ -104,6 +104,8 @@ def why_plain(
         return "on a cache that holds only states, which do not say how much of the prompt they cover"
     if type(cache) not in (DynamicCache, CountedCache):
         return f"on a cache of type {type(cache).__name__}"
+    if cache.offloading:
+        return "on a cache that is offloaded"
     if not is_new and not can_adopt(adapter, cache, model):
         return (
             "on a cache that records its past, or that this model could not have filled: their kind, length, dtype or "

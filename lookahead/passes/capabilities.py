@@ -33,18 +33,36 @@ _MOST_FOUND = 32  # results that are kept for a model
 _found = OfModels[dict[tuple, Any]]()
 
 
+class _Refusal(str):
+    """The words of an UnsupportedModelError. The error itself would keep the model, by its traceback."""
+
+
 def once(model: PreTrainedModel, what: Hashable, cpu_kernels: bool, find: Callable[[], Any]) -> Any:
-    """Return the result of ``find``, which is called once for each state of the model.
+    """Return the result of ``find``, which is called once for each state of the model, or its refusal.
 
     cpu_kernels: whether our own kernels may be used.
+    Raises UnsupportedModelError if ``find`` raises it.
     """
     found = _found.setdefault(model, {})
     key = what, cpu_kernels, attention_implementation(model.config), state_of(model).key
     if key not in found:
-        found[key] = find()
+        try:
+            found[key] = find()
+        except UnsupportedModelError as error:
+            found[key] = _Refusal(error)
         if len(found) > _MOST_FOUND:
             del found[next(iter(found))]
-    return found[key]
+    result = found[key]
+    if isinstance(result, _Refusal):
+        raise UnsupportedModelError(str(result))
+    return result
+
+
+def forget_refusals(model: PreTrainedModel) -> None:
+    """Let what refused the model be tried again: something may have been mended that its state does not show."""
+    found = _found.get(model) or {}
+    for key in [key for key, result in found.items() if isinstance(result, _Refusal)]:
+        del found[key]
 
 
 def what_is_wrong(model: PreTrainedModel, what: str, cpu_kernels: bool, find: Callable[[], str | None]) -> str | None:

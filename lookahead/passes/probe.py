@@ -24,6 +24,8 @@ LARGEST_ROUNDING = 1e-4
 LARGEST_MOVE = 2.5e-4  # More would hide that a model rounds its activations to few bits.
 GROSS_ERROR = 0.2  # A median error this large comes neither from rounding nor from quantization.
 LONG_TEXT = 384  # tokens after which foreign code is also probed
+WIDE = 128  # rows of a step with which foreign code is also probed
+WIDE_PLAIN = 4  # guesses of it that are also decoded plainly
 NOISY_PASSES = 2  # A single one sometimes changes a row too little,
 MORE_NOISY_PASSES = 6  # and so do two, if rounding changes some rows of a model a lot.
 
@@ -32,13 +34,20 @@ MORE_NOISY_PASSES = 6  # and so do two, if rounding changes some rows of a model
 def as_in_generate(model: PreTrainedModel) -> Iterator[None]:
     """Run the block without gradients and without dropout."""
     training = [module for module in model.modules() if module.training]
-    model.eval()
+
+    def restore() -> None:
+        for module in training:
+            module.training = True
+
     try:
+        model.eval()
         with torch.no_grad():
             yield
     finally:
-        for module in training:
-            module.training = True
+        try:
+            restore()
+        finally:  # an interrupt may have stopped the first
+            restore()
 
 
 def takes_inference_mode(model: PreTrainedModel, adapter: ModelAdapter) -> bool:
@@ -114,7 +123,7 @@ def compare_with_plain(
 
     sequences: sequences in the batch. Their prompts and accepted paths differ in length.
     trials: known results of plain decoding of this model; new ones are added. The model must not change meanwhile.
-    also_long: also probe after LONG_TEXT tokens, because foreign code may act only there.
+    also_long: also probe after LONG_TEXT tokens, and with a step of WIDE rows, because foreign code may act only there.
     """
     trials = {} if trials is None else trials
     try:
@@ -125,6 +134,8 @@ def compare_with_plain(
                 wrong = _compare_with_plain(runner, trial)
             if wrong is None and also_long:
                 wrong = _compare_with_plain(runner, _long_trial(runner.model, runner.adapter, sequences, trial))
+                if wrong is None and sequences == 1:
+                    wrong = _compare_wide_step(runner, trial)
             return wrong
     except (torch.OutOfMemoryError, MemoryError):  # this says nothing about the model
         raise
@@ -157,6 +168,33 @@ def _compare_with_plain(runner: EagerRunner, trial: Trial) -> str | None:
     return f"{what} not honoured, its logits differ from plain decoding's by {worst:.1e} of their spread"
 
 
+def _compare_wide_step(runner: EagerRunner, trial: Trial) -> str | None:
+    """Compare some rows of a step of WIDE rows, or as many as the model allows, with plain decoding. The step follows
+    the trial's prompt, and is not committed."""
+    model, adapter, (text, _) = runner.model, runner.adapter, trial.prompts[0]
+    branches, known = adapter.can_branch, vocabulary_of(model)
+    count = min(WIDE, known if branches else max(context_length(model) - len(text), 1))  # siblings must differ
+    tokens = np.random.default_rng(1).choice(known, count, replace=not branches)
+
+    def laid_out(kept: np.ndarray) -> Step:  # guesses that are all children of the root, or a chain
+        parents = [-1] * len(kept) if branches else range(-1, len(kept) - 1)
+        return lay_out(tokens[0], GuessTree.of(tokens[kept].tolist(), parents, Origin.TEXT))
+
+    guesses = np.arange(1, count)
+    some = guesses[np.linspace(0, count - 2, WIDE_PLAIN).astype(np.int64)] if branches else guesses[:WIDE_PLAIN]
+    plain_cache, cache = DynamicCache(config=adapter.config), adapter.make_cache()
+    prompt = torch.tensor([text], device=device_of(model))
+    plain_logits(model, adapter, prompt, plain_cache)
+    logits, _ = _plain_rows(model, adapter, laid_out(some), plain_cache, len(text))
+    runner.prefill(prompt, cache, logits_to_keep=1)
+    output = runner.run([laid_out(guesses)], runner.begin(runner.join([cache])))
+    noise = torch.full((len(logits),), _largest_noise(trial), dtype=torch.float64, device="cpu")
+    error = _error_beyond_rounding(runner, output.logits[[0, *some.tolist()]], PlainRows(logits, noise))
+    if not error:
+        return None
+    return f"in a step of {count} rows, logits differ from plain decoding's by {error:.1e} of their spread"
+
+
 def _error_beyond_rounding(runner: EagerRunner, logits: torch.Tensor, plain: PlainRows) -> float:
     """Return the largest error of a row that rounding does not explain; 0 if it explains all."""
     dtype, rounds = runner.model.dtype, _rounds(runner.model)  # not for each row: it looks at all weights
@@ -179,8 +217,13 @@ def _trial(
 def _long_trial(model: PreTrainedModel, adapter: ModelAdapter, sequences: int, short: Trial) -> Trial:
     """Make a trial after a long text. Its noise is the largest of the short trial's rows."""
     before = max(min(LONG_TEXT, context_length(model) - 40), 0)
-    plain = [rows for _, rows in short.prompts] + [rows for plan in short.rounds for *_, rows in plan]
-    return _plain_trial(model, adapter, sequences, before, max(rows.noise.max().item() for rows in plain))
+    return _plain_trial(model, adapter, sequences, before, _largest_noise(short))
+
+
+def _largest_noise(trial: Trial) -> float:
+    """The largest noise of the trial's rows."""
+    plain = [rows for _, rows in trial.prompts] + [rows for plan in trial.rounds for *_, rows in plan]
+    return max(rows.noise.max().item() for rows in plain)
 
 
 def _plain_trial(

@@ -11,18 +11,20 @@ from lookahead.passes import shapes
 
 def refusal(model: PreTrainedModel, adapter: ModelAdapter, reason: str | None) -> UnsupportedModelError:
     """Return the error for a model that no way of computing decodes. reason: against the last way."""
-    name, foreign = type(model).__name__, state_of(model).foreign
+    name, state = type(model).__name__, state_of(model)
     implementation = attention_implementation(model.config)
     if not shapes.is_causal(model, adapter):
         reason = "later tokens change the logits of earlier ones"
         remedy = "Loading it with is_decoder=True may make its attention causal"
+        if state.users:
+            remedy = "Code of yours that its passes run may look at later tokens, or at the last row alone"
     elif adapter.has_state:
         remedy = f"Its layers {_state_layers(adapter)} keep a state"
     else:
         others = [repr(other) for other in ("sdpa", "eager") if other != implementation]
         remedy = f"Loading it with attn_implementation={' or '.join(others)} may help"
-    if foreign:
-        remedy = f"It runs other code than transformers' ({foreign[0]})"
+    if state.foreign:
+        remedy = f"It runs other code than transformers' ({state.foreign[0]})"
     return UnsupportedModelError(
         f"{name} cannot be decoded by lookahead: {reason} (attn_implementation={implementation!r}). {remedy}; its own "
         "generate() still works."

@@ -15,6 +15,8 @@ from lookahead.passes.runner import Company, Output, Pass
 def run_together(passes: Sequence[Pass], others_ran: bool = True) -> list[Output | Exception]:
     """Run the passes of several calls in as few passes as possible. Return the output or the error of each.
 
+    If a shared pass fails, each of its calls runs alone, so that only the one that made it fail has the error.
+
     others_ran: as for `EagerRunner.run`, in addition to the passes' own.
 
     The call that began last runs the shared pass, because its program of the model is the newest.
@@ -26,14 +28,22 @@ def run_together(passes: Sequence[Pass], others_ran: bool = True) -> list[Output
     found: dict[int, Output | Exception] = {}
     for group in groups.values():
         together = [passes[i] for i in group]
-        try:
-            outputs: Sequence[Output | Exception] = _run_as_one(
-                together, others_ran or any([one.others_ran for one in together])
-            )
-        except Exception as error:
-            outputs = [error] * len(group)
-        found |= zip(group, outputs, strict=True)
+        others = others_ran or any([one.others_ran for one in together])
+        found |= zip(group, _outputs_of(together, others), strict=True)
     return [found[i] for i in range(len(passes))]
+
+
+def _outputs_of(together: list[Pass], others_ran: bool) -> Sequence[Output | Exception]:
+    try:
+        return _run_as_one(together, others_ran)
+    except Exception as error:
+        if len(together) == 1:
+            return [error]
+    from lookahead.models.rewinding import drop_step  # few passes fail
+
+    for one in together:
+        drop_step(one.cache)
+    return [output for one in together for output in _outputs_of([one], others_ran)]
 
 
 def _run_as_one(together: list[Pass], others_ran: bool) -> list[Output]:

@@ -54,8 +54,7 @@ def try_ways(model: PreTrainedModel, cpu_kernels: bool) -> ModelAdapter:
         ways["single chains"] = replace(chains, can_branch=False, **found)
         reason = None
     for what, way in ways.items():
-        if what == "single chains" and adapter.can_branch:
-            logger.warning("%s: %s. Guesses will be a single chain, without a Jacobi window.", name, reason)
+        against_trees = reason if what == "single chains" and adapter.can_branch else None
         compare = partial(probe.compare_with_plain, trials=trials, also_long=not state.is_known)
         reason = compare(EagerRunner(model, way))
         if reason is not None and cpu_kernels:
@@ -64,6 +63,8 @@ def try_ways(model: PreTrainedModel, cpu_kernels: bool) -> ModelAdapter:
                 given_up.append(f"lookahead's kernels: {reason}")
                 way, reason = without, None
         if reason is None:
+            if against_trees is not None:
+                logger.warning("%s: %s. Guesses will be a single chain, without a Jacobi window.", name, against_trees)
             capabilities.fused_runner(model, way, trials=trials)  # probed now, so that the first text need not wait
             return replace(way, given_up=tuple(given_up))
         given_up.append(f"{what}: {reason}")

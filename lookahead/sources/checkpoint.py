@@ -97,6 +97,33 @@ class Checkpoint:
             raise ValueError(f"{self.folder} has tensors of an unknown layout: {_some(self.tensors)}")
 
 
+@dataclass(frozen=True)
+class Sizes:
+    """What heads need a model to have."""
+
+    vocabulary: int
+    hidden: int
+    layers: int
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> "Sizes":
+        """Raises ValueError if the model has no lm_head."""
+        vocabulary, hidden = projection_of(model).weight.shape
+        return cls(vocabulary, hidden, depth_of(model))
+
+    def __str__(self) -> str:
+        return f"{self.vocabulary} tokens, hidden size {self.hidden} and {self.layers} layers"
+
+    def check(self, model: PreTrainedModel, name: str) -> None:
+        """Raise ValueError, which names the heads, if a model is of other sizes than the one they were made for."""
+        found = Sizes.of(model)
+        if (found.hidden, found.layers) != (self.hidden, self.layers) or found.vocabulary < self.vocabulary:
+            raise ValueError(
+                f"the {name} was made for a model with {self}, not for this {type(model).__name__} with {found}: "
+                "make it for the model that decodes"
+            )
+
+
 def projection_of(model: PreTrainedModel) -> nn.Linear:
     """The model's lm_head. Raises ValueError if it has none."""
     projection = model.get_output_embeddings()

@@ -325,6 +325,9 @@ class DraftModelSource(GuessSource):
             if isinstance(source, DraftModelSource):
                 source._check_path([*users, self.model])
 
+    def check_model(self, model: PreTrainedModel) -> None:
+        self._check_path([model])
+
     def start(self, batch: Batch) -> "DraftGuesser":
         with _draws_undone(self.model):
             return DraftGuesser(self, batch)

@@ -39,7 +39,7 @@ from lookahead.extending import (
     top_k,
     vocabulary_of,
 )
-from lookahead.sources.checkpoint import Checkpoint, depth_of, projection_of
+from lookahead.sources.checkpoint import Checkpoint, Sizes, depth_of, projection_of
 from lookahead.sources.draft import MAX_ROWS, MIN_TOKENS, TOP_K, Draft, Sharpness
 from ngram_pool import GuessTree
 
@@ -158,7 +158,8 @@ class _Head:
                     f"{vocabulary_of(model)} tokens: the head was made for another model"
                 )
             self._embed = partial(functional.embedding, weight=embedding)
-        self._project: Callable[[torch.Tensor], torch.Tensor] = output
+        # The model may have changed its dtype since.
+        self._project: Callable[[torch.Tensor], torch.Tensor] = lambda states: output(states.to(output.weight.dtype))
         if "lm_head.weight" in file or not fits or self.tokens is not None:
             rows = self._vocabulary if self.tokens is None else len(self.tokens)
             self._project = _Linear.from_file(file, "lm_head", rows, self._hidden)
@@ -278,15 +279,18 @@ class EagleSource(GuessSource):
         path: a folder with config.json and the tensors. A missing embedding or projection is the model's.
         Raises FileNotFoundError or ValueError if the files are not those of such a head, naming the tensor.
         """
-        self._draft_with(_Head(model, path))
+        self._draft_with(model, _Head(model, path))
 
-    def _draft_with(self, head: Any) -> None:
+    def _draft_with(self, model: PreTrainedModel, head: Any) -> None:
         """head: a `_Head`, or an object with the same methods."""
-        self.head = head
+        self.head, self._sizes = head, Sizes.of(model)
         self.needs = Needs(hidden_states=head.layers)
         self.pass_time = _PassTime()
         self.sharpness = {has_draws: Sharpness() for has_draws in (False, True)}
         """With known draws and without."""
+
+    def check_model(self, model: PreTrainedModel) -> None:
+        self._sizes.check(model, type(self).__name__)
 
     def start(self, batch: Batch) -> "EagleGuesser":
         return EagleGuesser(self, batch)

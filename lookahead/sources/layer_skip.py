@@ -105,6 +105,13 @@ class LayerSkipSource(DraftModelSource):
         finally:
             runner.end()
 
+    def check_model(self, model: PreTrainedModel) -> None:
+        if model is not self.base:
+            raise ValueError(
+                f"this LayerSkipSource was made for another {type(self.base).__name__} than the "
+                f"{type(model).__name__} that decodes: make it for the wrapped model"
+            )
+
     def start(self, batch: Batch) -> "LayerSkipGuesser":
         return LayerSkipGuesser(self, batch)
 
@@ -118,11 +125,6 @@ class LayerSkipGuesser(DraftGuesser):
         super().__init__(source, batch)
 
     def attach(self, model: PreTrainedModel, cache: AnyCache) -> None:
-        if model is not self._source.base:
-            raise ValueError(
-                f"this LayerSkipSource was made for another {type(self._source.base).__name__} than the "
-                f"{type(model).__name__} that decodes: make it for the wrapped model"
-            )
         if can_rewind(cache):
             self._of_call = cache
         else:

@@ -13,7 +13,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from lookahead.extending import Batch, Guesser, GuessSource, Limits, Needs, Outcome, draws_at, gemm, top_k
-from lookahead.sources.checkpoint import Checkpoint, depth_of, projection_of
+from lookahead.sources.checkpoint import Checkpoint, Sizes, projection_of
 from ngram_pool import GuessTree
 
 TOP_K = 8  # guesses of each head
@@ -30,7 +30,7 @@ class _Head:
         """Logits [batch, vocabulary] from hidden states [batch, hidden]."""
         for weight, bias in self._layers:
             states = states + functional.silu(gemm.linear(states, weight, bias))
-        return gemm.linear(states, self._projection)
+        return gemm.linear(states.to(self._projection.dtype), self._projection)  # the model's own may change its dtype
 
 
 def _layers(
@@ -57,11 +57,10 @@ class MedusaSource(GuessSource):
         path: a folder with config.json and medusa_lm_head.safetensors or .pt (original), or model.safetensors (vLLM).
         Raises FileNotFoundError or ValueError if the files are not those of such heads, naming the tensor.
         """
-        head = projection_of(model)
-        vocabulary, hidden = head.weight.shape
+        head, self._sizes = projection_of(model), Sizes.of(model)
+        vocabulary, hidden = self._sizes.vocabulary, self._sizes.hidden
         checkpoint = Checkpoint.load(path, head.weight.device, head.weight.dtype)
-        layers = depth_of(model)
-        self.needs = Needs(hidden_states=(layers,))  # the last layer's output after the final norm
+        self.needs = Needs(hidden_states=(self._sizes.layers,))  # the last layer's output after the final norm
         for prefix in ("medusa_heads.", "medusa_head."):
             checkpoint.tensors = {name.removeprefix(prefix): each for name, each in checkpoint.tensors.items()}
         self.tokens: np.ndarray | None = None
@@ -76,7 +75,7 @@ class MedusaSource(GuessSource):
             raise ValueError(
                 f"the heads of {checkpoint.folder} have {depths} layers: some of their tensors are missing"
             )
-        self._device = head.weight.device
+        self._device, self._dtype = head.weight.device, head.weight.dtype
 
     @staticmethod
     def _original(checkpoint: Checkpoint, vocabulary: int, hidden: int) -> list[_Head]:
@@ -117,13 +116,16 @@ class MedusaSource(GuessSource):
             heads.append(_Head(layers, projection(f"lm_heads.{h}.weight") if shared is None else shared))
         return heads
 
+    def check_model(self, model: PreTrainedModel) -> None:
+        self._sizes.check(model, "MedusaSource")
+
     def start(self, batch: Batch) -> "MedusaGuesser":
         return MedusaGuesser(self, batch)
 
     def __call__(self, states: list[torch.Tensor], count: int) -> torch.Tensor:
         """Return the logits of the first ``count`` heads for these hidden states, [states, heads, vocabulary]."""
         with torch.inference_mode():
-            stacked = torch.stack(states).to(self._device)
+            stacked = torch.stack(states).to(self._device, self._dtype)
             return torch.stack([head(stacked) for head in self._heads[:count]], dim=1)
 
 

@@ -143,4 +143,7 @@ class MtpSource(EagleSource):
         path: folder or name of the checkpoint; by default, the one that the model was loaded from.
         Raises ValueError if the checkpoint has no such layers, naming the tensors, or unsupported ones.
         """
-        self._draft_with(_Layers(model, str(path or model.name_or_path)))
+        path = path or model.name_or_path
+        if not path:
+            raise ValueError(f"this {type(model).__name__} was loaded from no checkpoint: give the path of one")
+        self._draft_with(model, _Layers(model, str(path)))

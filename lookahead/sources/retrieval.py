@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lookahead.extending import GuessSource, Limits
+from lookahead.extending import GuessSource, Limits, vocabulary_of
 from ngram_pool import GuessTree
 
 LONGEST = 16  # most tokens of a suffix to look up; a power of two
@@ -53,6 +53,14 @@ class RetrievalSource(GuessSource):
     def __len__(self) -> int:
         """Number of tokens in the collection."""
         return int(np.count_nonzero(self._numbers))
+
+    def check_model(self, model: PreTrainedModel) -> None:
+        largest, known = int(self._numbers.max()) - 1, vocabulary_of(model)
+        if largest >= known:
+            raise ValueError(
+                f"the collection has token {largest}, but {type(model).__name__} knows {known} tokens: make it with "
+                "the model's own tokenizer"
+            )
 
     def propose(self, texts: list[list[int]], limits: Limits) -> list[GuessTree]:
         return [self._after(text, min(depth, limits.guesses)) for text, depth in zip(texts, limits.depths, strict=True)]

@@ -277,6 +277,30 @@ class Shy(nn.Module):
         return self.inner(x)
 
 
+@pytest.mark.parametrize("at", ["eval", "restoring"])
+def test_an_interrupt_leaves_a_model_in_training_mode(at):
+    model = tiny_model("gpt2").train()
+    layer, left = model.transformer.h[1], [1]
+
+    class Interrupted(type(layer)):
+        @property
+        def training(self):
+            return vars(self)["training"]
+
+        @training.setter
+        def training(self, value):
+            if left and value == (at == "restoring"):
+                left.pop()
+                raise KeyboardInterrupt
+            vars(self)["training"] = value
+
+    layer.__class__ = Interrupted
+    with pytest.raises(KeyboardInterrupt), probe.as_in_generate(model):
+        pass
+    assert not left
+    assert all(module.training for module in model.modules())
+
+
 def test_inference_mode_is_not_forced_on_tensors_that_refuse_it():
     model = tiny_model("llama", seed=3)
     assert find_adapter(model).in_inference_mode

@@ -303,6 +303,37 @@ def test_texts_that_go_in_step_are_sampled_from_their_seeds():
     assert future.result().tolist() == alone
 
 
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("value", [float("nan"), -float("inf"), None])
+@pytest.mark.parametrize("do_sample", [True, False])
+def test_scores_that_allow_no_token_fail_as_in_plain_decoding(value, batch, do_sample):
+    """The same error, the same criteria asked before it, and the same draws of torch's generator."""
+
+    def at_last(ids, scores):
+        return scores if ids.shape[1] < IDS.shape[1] + 6 else None if value is None else torch.full_like(scores, value)
+
+    def asked(ids, scores):
+        lengths.append(ids.shape[1])
+        return torch.zeros(len(ids), dtype=torch.bool)
+
+    model, outcomes = known_model("llama", 1), []
+    for wrapped in (False, True):
+        if wrapped:
+            lookahead.wrap(model)
+        lengths = []
+        torch.manual_seed(0)
+        options = {
+            "logits_processor": LogitsProcessorList([at_last]), "stopping_criteria": StoppingCriteriaList([asked]),
+        }  # fmt: skip
+        try:
+            ending = model.generate(IDS.repeat(batch, 1), max_new_tokens=9, do_sample=do_sample, **options).tolist()
+        except (RuntimeError, TypeError, AttributeError) as error:
+            ending = type(error)
+        outcomes.append((ending, lengths, torch.rand(1).item()))
+    lookahead.unwrap(model)
+    assert outcomes[0] == outcomes[1]
+
+
 @pytest.mark.parametrize("place", ["criterion", "processor", "streamer", "hook"])
 def test_a_stop_iteration_is_raised_as_by_plain_decoding(place):
     """It ends generators and their users: the text would have ended well, with None or with a RuntimeError."""
@@ -337,6 +368,14 @@ def test_a_stop_iteration_is_raised_as_by_plain_decoding(place):
     try:
         with pytest.raises(StopIteration, match="mine"):
             model.generate(IDS, **GREEDY, **given)
+        if place != "hook":
+            calls.clear()
+            sequences = lookahead.Sequences(model)
+            future = sequences.submit(IDS, **GREEDY, **given)
+            while sequences.step():
+                pass
+            with pytest.raises(StopIteration, match="mine"):
+                future.result()
     finally:
         lookahead.unwrap(model)
         for hook in hooks:

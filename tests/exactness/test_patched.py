@@ -732,6 +732,58 @@ def test_a_hook_that_is_set_for_each_call_is_tried_once():
     assert seen
 
 
+def test_a_model_that_is_refused_is_tried_once(caplog):
+    """Its calls take no longer than before the wrap, and are not told that guesses will be chains."""
+    model = lookahead.wrap(tiny_model("llama"), CONFIG)
+    hook = model.model.layers[1].mlp.register_forward_hook(
+        lambda module, inputs, output: torch.cat([output[:, :-1], output[:, -1:] + 1], dim=1)
+    )
+    expected = text_of(lookahead.unwrap(copy.deepcopy(model)))
+    assert text_of(model) == expected
+    assert model.lookahead.last.plain.startswith("a model that was changed after it was wrapped")
+    assert "is_decoder" not in model.lookahead.last.plain
+    with mock.patch.object(probe, "plain_logits", side_effect=AssertionError("it is tried")):
+        for _ in range(3):
+            assert text_of(model) == expected
+        assert model.lookahead.last.plain.startswith("a model that was changed after it was wrapped")
+    assert "single chain" not in caplog.text
+    hook.remove()
+    text_of(model)
+    assert not model.lookahead.last.plain
+
+
+def test_a_model_that_a_wrap_has_refused_is_tried_again_by_the_next(monkeypatch):
+    model, reason = tiny_model("llama"), ["the disk is full"]
+    monkeypatch.setattr(probe, "compare_with_plain", lambda *_, **__: reason[0])
+    with pytest.raises(lookahead.UnsupportedModelError, match="the disk is full"):
+        lookahead.wrap(model, CONFIG)
+    reason[0] = None
+    lookahead.wrap(model, CONFIG)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("budget", ["auto", 32])
+@pytest.mark.parametrize("rows", [3, 5, 9, 17, 33, 65])
+def test_a_hook_that_acts_on_many_rows_computes_the_text(rows, budget, attention):
+    """It may take a step for a prompt."""
+    model = tiny_model("llama", attn_implementation=attention)
+    change = torch.randn(model.config.hidden_size, generator=torch.Generator().manual_seed(1))
+    ids = torch.tensor([[9, 17, 33, 41] * 6])
+    options = {"max_new_tokens": 80, "min_new_tokens": 80, "do_sample": False}
+
+    def act(module, inputs, output):
+        return output + change if output.shape[1] >= rows else None
+
+    handle = model.model.layers[0].register_forward_hook(act)
+    expected = model.generate(ids, **options).tolist()
+    handle.remove()
+    lookahead.wrap(model, LookaheadConfig(budget=budget))
+    model.model.layers[0].register_forward_hook(act)
+    for _ in range(2):
+        assert model.generate(ids, **options).tolist() == expected
+    assert model.lookahead.last.plain.startswith("a model that was changed after it was wrapped")
+
+
 def test_code_of_transformers_and_torch_is_known_as_theirs():
     for family in (*SETTINGS, *ALIKE):
         model = tiny_model(family)

@@ -19,7 +19,7 @@ from hypothesis import given, note
 from hypothesis import strategies as st
 from test_fused import FAMILIES, SIZES, sharp_model
 from test_lossless import random_cases, random_prompt
-from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
+from transformers import DynamicCache, GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.generation import BaseStreamer
 from zoo import tiny_model
 
@@ -224,6 +224,19 @@ def test_a_cache_that_is_passed_in_is_continued_and_handed_back():
     assert torch.equal(*texts)
 
 
+class Knows(GuessSource):
+    is_calibrated = is_free = True
+
+    def __init__(self, text):
+        self.text, self.asked = text, []
+
+    def propose(self, texts, limits):
+        self.asked.append(len(texts))
+        at = len(texts[0])
+        coming = self.text[at : at + min(limits.depths[0], limits.guesses)]
+        return [GuessTree.of(coming, range(-1, len(coming) - 1), [0] * len(coming), [0.99] * len(coming))]
+
+
 class Fails(LogitsProcessor):
     """Fails at the n-th token."""
 
@@ -267,6 +280,101 @@ def test_a_pass_that_fails_ends_its_texts_and_no_others(monkeypatch):
     futures = [sequences.submit(ids, **OPTIONS) for ids in prompts(3)]
     finish(sequences)
     assert [future.result().tolist() for future in futures] == alone
+
+
+@pytest.mark.parametrize("family", ["opt", "mpt", "gpt2"])
+def test_a_text_that_makes_a_shared_pass_fail_fails_alone(family):
+    """Each text that plain decoding writes is written, beside one that reaches the end of the model's positions."""
+    sizes = {"max_seq_len": 64, "n_layers": 2} if family == "mpt" else {"max_position_embeddings": 64}
+    model = tiny_model(family, **sizes)
+    model.generation_config.eos_token_id = None
+    ids = torch.arange(3, 18)[None]
+    given = [(15, 40), (15, 200), (14, 51), (9, 50), (12, 20)]
+    expected = []
+    for length, count in given:
+        try:
+            expected.append(model.generate(ids[:, :length], max_new_tokens=count, do_sample=False).tolist())
+        except (IndexError, RuntimeError, ValueError):
+            expected.append(None)
+    lookahead.wrap(model)
+    found = together(model, [{"ids": ids[:, :n], "max_new_tokens": count, "do_sample": False} for n, count in given])
+    assert expected.count(None) == 1
+    assert [None if isinstance(text, Exception) else text.tolist() for text in found] == expected
+
+
+def test_what_a_source_raises_as_it_ends_harms_no_other_text(caplog):
+    class FailsAtLast(Knows):
+        def end(self):
+            raise ValueError("at its end")
+
+    class Interrupts(BaseStreamer):
+        def put(self, value):
+            raise KeyboardInterrupt
+
+    model, ids = lookahead.wrap(tiny_model("llama", **SIZES)), prompts(3)
+    alone = model.generate(ids[1], **OPTIONS)
+    sequences = lookahead.Sequences(model)
+    source = FailsAtLast(alone[0].tolist())
+    cancelled, other = (sequences.submit(ids[b], source=sources, **OPTIONS) for b, sources in ((0, source), (1, ())))
+    sequences.step()
+    sequences.cancel(cancelled)
+    finish(sequences)
+    assert isinstance(cancelled.exception(), CancelledError)
+    assert torch.equal(other.result(), alone)
+    assert "at its end" in caplog.text
+    futures = [sequences.submit(ids[0], source=source, **OPTIONS), sequences.submit(ids[1], **OPTIONS)]
+    sequences.step()
+    futures.append(sequences.submit(ids[2], streamer=Interrupts(), **OPTIONS))
+    with pytest.raises(KeyboardInterrupt):
+        finish(sequences)
+    assert all(isinstance(future.exception(), KeyboardInterrupt) for future in futures)
+    assert not len(sequences)
+    lookahead.unwrap(model)
+
+
+def test_a_text_is_the_one_that_was_submitted():
+    """Whatever the caller does with its arguments before the next step."""
+    model, ids = lookahead.wrap(tiny_model("llama", **SIZES)), prompts(1)[0]
+    settings = GenerationConfig(max_new_tokens=5, do_sample=False, eos_token_id=[1])
+    processors = LogitsProcessorList()
+    expected = model.generate(ids, generation_config=settings).tolist()
+    sequences = lookahead.Sequences(model)
+    given = ids.clone()
+    futures = [
+        sequences.submit(given, generation_config=settings),
+        sequences.submit(given, max_new_tokens=5, do_sample=False, logits_processor=processors),
+        sequences.submit(given, max_new_tokens=5, do_sample=False, attention_mask=(mask := torch.ones_like(ids))),
+    ]
+    given.fill_(3)
+    mask.zero_()
+    settings.max_new_tokens, settings.eos_token_id[0] = 9, expected[0][-3]
+    processors.append(Fails(0))
+    finish(sequences)
+    assert [future.result().tolist() for future in futures] == [expected] * 3
+
+
+def test_a_callback_may_close_what_calls_it():
+    class Closes(BaseStreamer):
+        left = 5
+
+        def put(self, value):
+            self.left -= 1
+            if not self.left:
+                with pytest.raises(RuntimeError, match="and no callback in it"):
+                    sequences.step()
+                sequences.close()
+
+        def end(self):
+            pass
+
+    model = lookahead.wrap(tiny_model("llama", **SIZES))
+    sequences = lookahead.Sequences(model)
+    futures = [sequences.submit(prompts(1)[0], **OPTIONS)]
+    futures.append(sequences.submit(prompts(1)[0], streamer=Closes(), **OPTIONS))
+    finish(sequences)
+    assert all(isinstance(future.exception(), CancelledError) for future in futures)
+    assert not len(sequences)
+    lookahead.unwrap(model)
 
 
 def test_an_interrupt_ends_all_texts_and_leaves_the_model_usable():
@@ -320,18 +428,6 @@ def test_texts_are_cancelled_at_any_time():
 
 
 def test_sources_of_a_text_guess_for_it_alone():
-    class Knows(GuessSource):
-        is_calibrated = is_free = True
-
-        def __init__(self, text):
-            self.text, self.asked = text, []
-
-        def propose(self, texts, limits):
-            self.asked.append(len(texts))
-            at = len(texts[0])
-            coming = self.text[at : at + min(limits.depths[0], limits.guesses)]
-            return [GuessTree.of(coming, range(-1, len(coming) - 1), [0] * len(coming), [0.99] * len(coming))]
-
     model = lookahead.wrap(tiny_model("llama", **SIZES))
     ids = prompts(2)
     alone = [model.generate(one, **OPTIONS) for one in ids]
@@ -394,7 +490,7 @@ def test_what_cannot_be_submitted_is_refused():
     future = sequences.submit(prompts(1)[0], streamer=Steps(), **OPTIONS)
     finish(sequences)
     assert future.result() is not None
-    assert "one at a time may call step()" in within[-1]
+    assert "no callback in it" in within[-1]
 
 
 class Wants(GuessSource):
@@ -607,6 +703,9 @@ def test_a_wrap_with_other_sources_is_followed():
         ({"streamer": 5}, TypeError, "streamer=5 must be a streamer"),
         ({"input_ids": [[5, 6]]}, TypeError, "must be a tensor"),
         ({"input_ids": torch.tensor([5, 6])}, TypeError, "must be a tensor"),
+        ({"source": 5}, TypeError, "source=5 is no source of guesses"),
+        ({"source": [5]}, TypeError, "source=5 is no source of guesses"),
+        ({"source": lookahead.RetrievalSource([[1, 500]])}, ValueError, "has token 500, but LlamaForCausalLM knows"),
     ],
 )
 def test_what_cannot_be_submitted_is_named_at_once(given, error, message):

@@ -438,12 +438,15 @@ def test_no_guess_is_allowed_and_the_draft_models_own_sources_know_none(as_assis
 
 def test_a_draft_model_that_needs_itself_is_named():
     model, other = tiny_model("llama"), tiny_model("gpt2")
-    lookahead.wrap(model, source=[PoolSource(), DraftModelSource(model)])
     with pytest.raises(ValueError, match="LlamaForCausalLM drafts for itself"):
-        model.generate(IDS, max_new_tokens=5)
+        lookahead.wrap(model, source=[PoolSource(), DraftModelSource(model)])
+    assert not hasattr(model, "lookahead")
     lookahead.wrap(model, source=[PoolSource(), DraftModelSource(other)])
-    lookahead.wrap(other, source=[PoolSource(), DraftModelSource(model)])
     with pytest.raises(ValueError, match="GPT2LMHeadModel drafts for itself"):
+        lookahead.wrap(other, source=[PoolSource(), DraftModelSource(model)])
+    lookahead.wrap(other, source=DraftModelSource(third := tiny_model("llama", seed=1)))
+    third.lookahead = model.lookahead  # behind the back of `wrap`
+    with pytest.raises(ValueError, match="drafts for itself"):
         model.generate(IDS, max_new_tokens=5)
 
 

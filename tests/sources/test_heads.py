@@ -544,6 +544,29 @@ def test_heads_of_another_model_are_refused(tmp_path):
         source_of("eagle3", shallow, tmp_path)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_wrap_of_another_model_is_refused(tmp_path, kind):
+    """And a text with such a source is; a model of these sizes is not, whatever its dtype has become."""
+    model = deep_model()
+    source = source_of(kind, model, tmp_path)
+    for sizes in ({"hidden_size": 64}, {"num_hidden_layers": LAYERS + 1}):
+        other = tiny_model("llama", **({"num_hidden_layers": LAYERS} | sizes))
+        with pytest.raises(ValueError, match=r"was made for a model with \d+ tokens, hidden size 32 and"):
+            lookahead.wrap(other, source=source)
+        assert not hasattr(other, "lookahead")
+        sequences = lookahead.Sequences(lookahead.wrap(other))
+        with pytest.raises(
+            ValueError,
+            match=f"not for this LlamaForCausalLM with .* and {sizes.get('num_hidden_layers', LAYERS)} layers",
+        ):
+            sequences.submit(torch.tensor([[5, 6]]), source=source)
+    model.double()
+    ids = torch.tensor([[5, 6, 7]])
+    expected = model.generate(ids, max_new_tokens=20, do_sample=False).tolist()
+    lookahead.wrap(model, source=source)
+    assert model.generate(ids, max_new_tokens=20, do_sample=False).tolist() == expected
+
+
 def test_settings_that_are_not_computed_are_refused(tmp_path):
     config, tensors = eagle_files("eagle3")
     with pytest.raises(ValueError, match="norm_before_fc"):

@@ -400,9 +400,8 @@ def test_a_copy_does_not_run_what_was_compiled_of_the_whole():
 
 def test_another_model_than_its_own_is_refused():
     model, other = deep_model(), deep_model(seed=1)
-    lookahead.wrap(model, source=LayerSkipSource(other, [1]))
     with pytest.raises(ValueError, match="make it for the wrapped model"):
-        model.generate(IDS, **GREEDY)
+        lookahead.wrap(model, source=LayerSkipSource(other, [1]))
 
 
 def test_beside_cuda_graphs_it_proposes_nothing_and_says_so():
