@@ -289,7 +289,11 @@ def _copied(value: Any) -> Any:
         return value.clone()
     if isinstance(value, GenerationConfig):
         return copy.deepcopy(value)
-    return copy.copy(value) if isinstance(value, (list, dict)) else value
+    if type(value) is list:
+        return list(map(_copied, value))
+    if type(value) is dict:
+        return {key: _copied(part) for key, part in value.items()}
+    return copy.copy(value) if isinstance(value, list) else value  # processors and criteria themselves keep a state
 
 
 @contextmanager

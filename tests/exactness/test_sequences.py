@@ -336,7 +336,8 @@ def test_a_text_is_the_one_that_was_submitted():
     """Whatever the caller does with its arguments before the next step."""
     model, ids = lookahead.wrap(tiny_model("llama", **SIZES)), prompts(1)[0]
     settings = GenerationConfig(max_new_tokens=5, do_sample=False, eos_token_id=[1])
-    processors = LogitsProcessorList()
+    processors, words = LogitsProcessorList(), [[7]]
+    expected_without = model.generate(ids, generation_config=settings, bad_words_ids=words).tolist()
     expected = model.generate(ids, generation_config=settings).tolist()
     sequences = lookahead.Sequences(model)
     given = ids.clone()
@@ -345,12 +346,15 @@ def test_a_text_is_the_one_that_was_submitted():
         sequences.submit(given, max_new_tokens=5, do_sample=False, logits_processor=processors),
         sequences.submit(given, max_new_tokens=5, do_sample=False, attention_mask=(mask := torch.ones_like(ids))),
     ]
+    without = sequences.submit(given, max_new_tokens=5, do_sample=False, eos_token_id=[1], bad_words_ids=words)
     given.fill_(3)
+    words[0][0] = 8
     mask.zero_()
     settings.max_new_tokens, settings.eos_token_id[0] = 9, expected[0][-3]
     processors.append(Fails(0))
     finish(sequences)
     assert [future.result().tolist() for future in futures] == [expected] * 3
+    assert without.result().tolist() == expected_without
 
 
 def test_a_callback_may_close_what_calls_it():
