@@ -4,9 +4,9 @@ import copy
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from numbers import Integral
@@ -21,7 +21,7 @@ from transformers.generation import BaseStreamer
 from lookahead.compat.loops import own_loop
 from lookahead.engine.call import Decoding
 from lookahead.engine.engine import Lookahead, check_source
-from lookahead.engine.loop import decoding, stop_of_users
+from lookahead.engine.loop import decoding
 from lookahead.engine.recording import RecordingStreamer
 from lookahead.engine.sampling import NewTokensProcessor
 from lookahead.guessing.combine import Ledger
@@ -46,7 +46,9 @@ class Sequences:
     """
 
     def __init__(self, model: PreTrainedModel):
-        """Raises TypeError if the model is not wrapped."""
+        """Raises TypeError if the model is not wrapped, or is a PEFT model, whose base model is."""
+        if hasattr(model, "get_base_model"):
+            raise TypeError(f"give Sequences the base model of this {type(model).__name__}: model.get_base_model()")
         engine_of(model)
         self._model = model
         self._submitted: deque[_Text] = deque()
@@ -72,7 +74,7 @@ class Sequences:
     ) -> Future:
         """Decode a text in the next steps. Returns a future of the result or error of `generate`.
 
-        A text begins with the next step. Prompt and settings are copied now, but for the model's own settings.
+        A text begins with the next step. Prompt, settings and lists are copied now, except the model's own settings.
 
         input_ids: int64 [1, n]; or [texts, n], of texts that begin together.
         seed: a text is sampled as after ``torch.manual_seed(seed)``, the next one of several as after seed + 1. By
@@ -102,7 +104,7 @@ class Sequences:
             seed = int(torch.randint(2**62, (), device="cpu"))
         if not (isinstance(seed, Integral) and -(2**63) <= seed < 2**64):
             raise ValueError(f"seed={seed!r} must be a whole number in -2**63..2**64-1")
-        sources = list(source) if isinstance(source, Sequence) else [source]
+        sources = list(source) if isinstance(source, Iterable) else [source]
         for one in sources:
             check_source(one, self._model)
         settings = options.get("generation_config") or self._model.generation_config
@@ -130,7 +132,8 @@ class Sequences:
         return min(most, runner.longest_prompt) or None
 
     def cancel(self, future: Future) -> None:
-        """Let a text end at the next step, with a CancelledError. No effect once it has ended."""
+        """Let a text end with a CancelledError, at the next step or at the end of this one. No effect once it has
+        ended."""
         if not future.cancel():
             self._canceled.append(future)
 
@@ -144,8 +147,8 @@ class Sequences:
         weights_may_change: whether the model may have changed since the last step. False saves half a millisecond;
             a change is then noticed within a few steps.
 
-        Returns whether there are texts that have not ended. Raises RuntimeError if another thread steps. An interrupt
-        (KeyboardInterrupt) ends all texts.
+        Returns whether there are texts that have not ended. Raises RuntimeError within a step, of another thread or of
+        a callback. An interrupt (KeyboardInterrupt) ends all texts.
         """
         if not self._stepping.acquire(blocking=False):
             raise RuntimeError("a step is under way: one thread at a time may call step(), and no callback in it")
@@ -193,11 +196,12 @@ class Sequences:
                 break
 
     def close(self) -> None:
-        """Cancel all texts. While a step is under way, they end with it."""
+        """Cancel all texts. While a step is under way, they end with it, or with the next one."""
         for text in [*self._submitted, *self._texts]:
             self.cancel(text.future)
         if not self._stepping.locked():
-            self.step()
+            with suppress(RuntimeError):  # another thread was faster
+                self.step()
 
     def _begin(
         self,
@@ -262,14 +266,16 @@ class _Text:
             return self.end(output)
         try:
             self._call = self._call or self._begin()
-        except Exception as error:  # also a StopIteration of a callback, which is no end
+        except StopIteration as error:  # of a callback; asyncio would wait for ever for a future that raises it
+            return self.end(RuntimeError(f"a callback raised {error!r}"))
+        except Exception as error:
             return self.end(error)
         try:
             self.wanted = next(self._call) if output is None else self._call.send(output)
         except StopIteration as end:
             self.future.set_result(end.value)
         except Exception as error:
-            self.end(stop_of_users(error) or error)
+            self.end(error)
 
     def end(self, error: BaseException) -> None:
         """Fail with this error, and clean up. No effect once the text has ended."""
@@ -284,7 +290,7 @@ class _Text:
 
 
 def _copied(value: Any) -> Any:
-    """A copy of what a caller may change before the text begins; a cache is to be filled, so it is no copy."""
+    """A copy of what a caller may change before the text begins. A cache stays the caller's, who wants it filled."""
     if isinstance(value, torch.Tensor):
         return value.clone()
     if isinstance(value, GenerationConfig):
@@ -293,7 +299,7 @@ def _copied(value: Any) -> Any:
         return list(map(_copied, value))
     if type(value) is dict:
         return {key: _copied(part) for key, part in value.items()}
-    return copy.copy(value) if isinstance(value, list) else value  # processors and criteria themselves keep a state
+    return copy.copy(value) if isinstance(value, list) else value  # processors and criteria stay the caller's, too
 
 
 @contextmanager

@@ -36,8 +36,8 @@ def decode(
     transformers passes neither a streamer nor a tokenizer (for stop strings) to a custom_generate. `wrap` has both.
 
     Returns the same as generate(): int64 [sequences, n], or a GenerateDecoderOnlyOutput.
-    Raises UnsupportedModelError for a model that lookahead cannot decode. Raises ValueError for beam search, which
-    generate() does not support with custom_generate.
+    Raises UnsupportedModelError for a model that lookahead cannot decode. Raises ValueError for a source that cannot
+    guess for this model, and for beam search, which generate() does not support with custom_generate.
     """
     if generation_config.num_beams > 1:
         raise ValueError(
@@ -47,6 +47,8 @@ def decode(
     check_settings(lookahead_config, pool)
     config = lookahead_config or LookaheadConfig()
     engine = Lookahead(config, pool if pool is not None else new_pool(model, config), source)
+    for one in engine.sources:
+        one.check_model(model)
     return run(
         engine, own_loop(model), model, input_ids, logits_processor, stopping_criteria, generation_config,
         **model_kwargs,

@@ -37,7 +37,7 @@ def run(engine: Lookahead, plain: Callable, *args: Any, **kwargs: Any) -> torch.
             except StopIteration as end:
                 return end.value
             except RuntimeError as error:
-                if (stop := stop_of_users(error)) is None:
+                if (stop := _stop_of_users(error)) is None:
                     raise
                 raise stop from None
             output = None
@@ -45,8 +45,8 @@ def run(engine: Lookahead, plain: Callable, *args: Any, **kwargs: Any) -> torch.
                 output = wanted.runner.run(wanted.steps, wanted.cache, wanted.last, wanted.top_k, wanted.others_ran)
 
 
-def stop_of_users(error: Exception) -> StopIteration | None:
-    """The StopIteration that a callback raised, if Python replaced it by this error as it left a generator of ours."""
+def _stop_of_users(error: RuntimeError) -> StopIteration | None:
+    """The StopIteration that a callback raised, and that Python replaced as it left a generator of ours."""
     cause = error.__cause__
     if not isinstance(cause, StopIteration) or cause.__traceback__ is None:
         return None

@@ -31,8 +31,8 @@ def emit(rule: NextTokenRule, logits: torch.Tensor, changed: torch.Tensor | None
         rule.scores += (scores,)
     if rule.logits is not None:
         rule.logits += (raw,)
-    is_usual = isinstance(scores, torch.Tensor) and (scores.dtype, scores.ndim) == (torch.float32, 2)
-    is_usual = is_usual and len(scores) == 1
+    has_rows = isinstance(scores, torch.Tensor) and scores.dtype == torch.float32 and scores.ndim == 2
+    is_usual = has_rows and len(scores) == 1
     token, no_choice = rule.choose(scores, 0, Warp()) if is_usual else None, None
     if token is not None:
         chosen = scores.new_tensor([token], dtype=torch.long)

@@ -158,7 +158,10 @@ class GuessSource(Guesser):
     worth the time, and are tried again from time to time. They take no part in calls that are too short for that."""
 
     def check_model(self, model: PreTrainedModel) -> None:
-        """Raise ValueError, with the remedy, if it cannot guess for this model. `wrap` asks, and `Sequences.submit`."""
+        """Raise ValueError, with the remedy, if it cannot guess for this model.
+
+        `wrap`, `decode` and `Sequences.submit` call it.
+        """
         return
 
     def start(self, batch: Batch) -> Guesser:

@@ -1,6 +1,6 @@
 """A guesser of a user's source: whatever it writes to, the text stays what the model would have written."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -33,7 +33,7 @@ class UsersGuesser(Guesser):
         proposed = self._guesser.propose(_copies_of(texts), _lent(limits))
         if proposed is None:
             return []
-        if isinstance(proposed, GuessTree) or not isinstance(proposed, Sequence):
+        if isinstance(proposed, GuessTree | np.ndarray) or not isinstance(proposed, Iterable):
             raise TypeError(f"{self._name} proposes {proposed!r:.60}: propose a list, of a GuessTree for each sequence")
         trees = list(proposed)
         for tree in trees:

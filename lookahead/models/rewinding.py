@@ -28,12 +28,14 @@ def rewind(cache: LookaheadCache, length: int) -> None:
             layer.computed = 0
 
 
-def drop_step(cache: AnyCache) -> None:
-    """Drop the rows of a step whose pass failed, so that it can run again."""
-    for one in cache.each if isinstance(cache, SeparateCaches) else [cache]:
-        for layer in one.in_place:
-            if layer.is_initialized:
-                layer.columns, layer.computed = one.lengths[0] - int(layer.starts[0]), 0
+def drop_step(cache: LookaheadCache) -> None:
+    """Drop the rows of a step whose pass failed, of one sequence, so that it can run again.
+
+    A state that the pass has changed stays changed.
+    """
+    for layer in cache.in_place:
+        if layer.is_initialized:
+            layer.columns, layer.computed = cache.lengths[0] - int(layer.starts[0]), 0
 
 
 @contextmanager

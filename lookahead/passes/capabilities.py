@@ -38,10 +38,10 @@ class _Refusal(str):
 
 
 def once(model: PreTrainedModel, what: Hashable, cpu_kernels: bool, find: Callable[[], Any]) -> Any:
-    """Return the result of ``find``, which is called once for each state of the model, or its refusal.
+    """Return the result of ``find``, which is called once for each state of the model.
 
     cpu_kernels: whether our own kernels may be used.
-    Raises UnsupportedModelError if ``find`` raises it.
+    Raises UnsupportedModelError if ``find`` did.
     """
     found = _found.setdefault(model, {})
     key = what, cpu_kernels, attention_implementation(model.config), state_of(model).key

@@ -15,7 +15,7 @@ from lookahead.models.adapter import ModelAdapter, context_length, device_of, vo
 from lookahead.models.cache import InPlaceLayer, LookaheadCache
 from lookahead.passes.rounding import is_half, row_errors, tolerance
 from lookahead.passes.runner import EagerRunner
-from lookahead.step import Step, lay_out
+from lookahead.step import MAX_DEPTH, Step, lay_out
 from ngram_pool import GuessTree, Origin
 
 # Errors grow with the number of layers. In float32, 1.1e-5 was seen in a trained model of 30 layers. Logits that depend
@@ -24,7 +24,7 @@ LARGEST_ROUNDING = 1e-4
 LARGEST_MOVE = 2.5e-4  # More would hide that a model rounds its activations to few bits.
 GROSS_ERROR = 0.2  # A median error this large comes neither from rounding nor from quantization.
 LONG_TEXT = 384  # tokens after which foreign code is also probed
-WIDE = 128  # rows of a step with which foreign code is also probed
+WIDE = 128  # rows of a step with which foreign code is also probed; only larger budgets than the default make more
 WIDE_PLAIN = 4  # guesses of it that are also decoded plainly
 NOISY_PASSES = 2  # A single one sometimes changes a row too little,
 MORE_NOISY_PASSES = 6  # and so do two, if rounding changes some rows of a model a lot.
@@ -43,11 +43,10 @@ def as_in_generate(model: PreTrainedModel) -> Iterator[None]:
         model.eval()
         with torch.no_grad():
             yield
-    finally:
-        try:
-            restore()
-        finally:  # an interrupt may have stopped the first
-            restore()
+        restore()
+    except BaseException:  # an interrupt may also have stopped this
+        restore()
+        raise
 
 
 def takes_inference_mode(model: PreTrainedModel, adapter: ModelAdapter) -> bool:
@@ -173,7 +172,8 @@ def _compare_wide_step(runner: EagerRunner, trial: Trial) -> str | None:
     the trial's prompt, and is not committed."""
     model, adapter, (text, _) = runner.model, runner.adapter, trial.prompts[0]
     branches, known = adapter.can_branch, vocabulary_of(model)
-    count = min(WIDE, known if branches else max(context_length(model) - len(text), 1))  # siblings must differ
+    most = known if branches else min(1 + MAX_DEPTH, max(context_length(model) - len(text), 1))  # siblings must differ
+    count = min(WIDE, most)
     tokens = np.random.default_rng(1).choice(known, count, replace=not branches)
 
     def laid_out(kept: np.ndarray) -> Step:  # guesses that are all children of the root, or a chain
@@ -181,7 +181,8 @@ def _compare_wide_step(runner: EagerRunner, trial: Trial) -> str | None:
         return lay_out(tokens[0], GuessTree.of(tokens[kept].tolist(), parents, Origin.TEXT))
 
     guesses = np.arange(1, count)
-    some = guesses[np.linspace(0, count - 2, WIDE_PLAIN).astype(np.int64)] if branches else guesses[:WIDE_PLAIN]
+    places = np.unique(np.linspace(0, count - 2, WIDE_PLAIN).astype(np.int64))
+    some = guesses[places] if branches else guesses[:WIDE_PLAIN]
     plain_cache, cache = DynamicCache(config=adapter.config), adapter.make_cache()
     prompt = torch.tensor([text], device=device_of(model))
     plain_logits(model, adapter, prompt, plain_cache)

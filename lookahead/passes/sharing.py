@@ -8,14 +8,15 @@ import time
 from collections.abc import Hashable, Sequence
 from itertools import accumulate
 
-from lookahead.models.cache import SeparateCaches
+from lookahead.models.cache import LookaheadCache, SeparateCaches
 from lookahead.passes.runner import Company, Output, Pass
 
 
 def run_together(passes: Sequence[Pass], others_ran: bool = True) -> list[Output | Exception]:
     """Run the passes of several calls in as few passes as possible. Return the output or the error of each.
 
-    If a shared pass fails, each of its calls runs alone, so that only the one that made it fail has the error.
+    If a shared pass fails, each of its calls runs alone, so that only the one that made it fail has the error. All have
+    it if one of them keeps a state that the failed pass may have changed.
 
     others_ran: as for `EagerRunner.run`, in addition to the passes' own.
 
@@ -37,12 +38,13 @@ def _outputs_of(together: list[Pass], others_ran: bool) -> Sequence[Output | Exc
     try:
         return _run_as_one(together, others_ran)
     except Exception as error:
-        if len(together) == 1:
-            return [error]
+        if len(together) == 1 or any(map(_may_change_states, together)):
+            return [error] * len(together)
     from lookahead.models.rewinding import drop_step  # few passes fail
 
     for one in together:
-        drop_step(one.cache)
+        for cache in _caches_of(one):
+            drop_step(cache)
     return [output for one in together for output in _outputs_of([one], others_ran)]
 
 
@@ -52,7 +54,7 @@ def _run_as_one(together: list[Pass], others_ran: bool) -> list[Output]:
         (one,) = together
         return [one.runner.run(one.steps, one.cache, one.last, one.top_k, others_ran)]
     steps = [step for one in together for step in one.steps]
-    each = [one.cache.each if isinstance(one.cache, SeparateCaches) else [one.cache] for one in together]
+    each = [_caches_of(one) for one in together]
     temperatures = [one.top_k[1] for one in together for _ in one.steps]
     last = [position for one in together for position in one.last]
     began = time.perf_counter()
@@ -65,6 +67,16 @@ def _run_as_one(together: list[Pass], others_ran: bool) -> list[Output]:
         _part(joint, joint.first[stop - len(one.steps) : stop], stops[stop - 1], company)
         for one, stop in zip(together, accumulate(len(one.steps) for one in together), strict=True)
     ]
+
+
+def _caches_of(one: Pass) -> list[LookaheadCache]:
+    """The cache of each of its sequences."""
+    return one.cache.each if isinstance(one.cache, SeparateCaches) else [one.cache]
+
+
+def _may_change_states(one: Pass) -> bool:
+    """Whether the pass itself changes a state, which it does for a root alone: there is nothing to choose from."""
+    return any(len(step) == 1 and cache.states_at for step, cache in zip(one.steps, _caches_of(one), strict=True))
 
 
 def _part(joint: Output, first: Sequence[int], stop: int, company: Company) -> Output:

@@ -150,6 +150,8 @@ class _Head:
             self.tokens = self._read_vocabulary(file)
         fits = self._hidden == self._width  # whether the head can use the model's own embedding
         self._embed: Callable[[torch.Tensor], torch.Tensor] = model.get_input_embeddings()
+        self.reads: int | None = None
+        """Number of tokens that the head's own embedding knows; None if it uses the model's."""
         if "embed_tokens.weight" in file or not fits:
             embedding = file.read("embed_tokens.weight", None, self._hidden)
             if len(embedding) < vocabulary_of(model):
@@ -157,7 +159,7 @@ class _Head:
                     f"the tensor 'embed_tokens.weight' of {file.folder} has {len(embedding)} rows for "
                     f"{vocabulary_of(model)} tokens: the head was made for another model"
                 )
-            self._embed = partial(functional.embedding, weight=embedding)
+            self._embed, self.reads = partial(functional.embedding, weight=embedding), len(embedding)
         # The model may have changed its dtype since.
         self._project: Callable[[torch.Tensor], torch.Tensor] = lambda states: output(states.to(output.weight.dtype))
         if "lm_head.weight" in file or not fits or self.tokens is not None:
@@ -291,6 +293,11 @@ class EagleSource(GuessSource):
 
     def check_model(self, model: PreTrainedModel) -> None:
         self._sizes.check(model, type(self).__name__)
+        if self.head.reads is not None and (known := vocabulary_of(model)) > self.head.reads:
+            raise ValueError(
+                f"the embedding of the {type(self).__name__} has {self.head.reads} rows for the {known} tokens of "
+                f"{type(model).__name__}: it was made before the model got more tokens"
+            )
 
     def start(self, batch: Batch) -> "EagleGuesser":
         return EagleGuesser(self, batch)

@@ -49,10 +49,11 @@ class _Kept:
 class _Layers:
     """The layers, used like an EAGLE head. Their features are the S of a token, [n, layers, hidden]."""
 
-    tokens = None  # the vocabulary is the model's
+    tokens = reads = None  # the vocabulary is the model's
 
     def __init__(self, model: PreTrainedModel, path: str):
-        self.device = projection_of(model).weight.device
+        self._projection = projection_of(model)
+        self.device = self._projection.weight.device
         try:
             self._model = mtp_model(model, path)
         except (MemoryError, torch.OutOfMemoryError):
@@ -131,7 +132,8 @@ class _Layers:
     def logits(self, states: torch.Tensor, depths: list[int]) -> torch.Tensor:
         """[n, vocabulary]"""
         layers = torch.tensor(depths, device=self.device).clamp(max=states.shape[1] - 1)
-        return mtp_logits(self._model, states[torch.arange(len(states), device=self.device), layers])
+        chosen = states[torch.arange(len(states), device=self.device), layers]
+        return mtp_logits(self._model, chosen.to(self._projection.weight.dtype))  # the model may have changed its dtype
 
 
 class MtpSource(EagleSource):

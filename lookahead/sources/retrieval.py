@@ -37,6 +37,7 @@ class RetrievalSource(GuessSource):
             raise ValueError("a collection needs at least one token, and ids in 0..2**31-1")
         if int((tokens == END).sum()) != len(parts):
             raise ValueError(f"id {END} is not a token: give ids in 0..2**31-1")
+        self._largest = int(tokens.max())
         self._order = _sorted_suffixes(tokens)
         self._bytes = _bytes_of(tokens)
         self._numbers = np.frombuffer(self._bytes, KIND)
@@ -55,11 +56,10 @@ class RetrievalSource(GuessSource):
         return int(np.count_nonzero(self._numbers))
 
     def check_model(self, model: PreTrainedModel) -> None:
-        largest, known = int(self._numbers.max()) - 1, vocabulary_of(model)
-        if largest >= known:
+        if self._largest >= (known := vocabulary_of(model)):
             raise ValueError(
-                f"the collection has token {largest}, but {type(model).__name__} knows {known} tokens: make it with "
-                "the model's own tokenizer"
+                f"the collection has token {self._largest}, but {type(model).__name__} knows {known} tokens: make it "
+                "with the model's own tokenizer"
             )
 
     def propose(self, texts: list[list[int]], limits: Limits) -> list[GuessTree]:

@@ -374,8 +374,8 @@ def test_a_stop_iteration_is_raised_as_by_plain_decoding(place):
             future = sequences.submit(IDS, **GREEDY, **given)
             while sequences.step():
                 pass
-            with pytest.raises(StopIteration, match="mine"):
-                future.result()
+            assert type(future.exception()) is RuntimeError  # asyncio would wait for a StopIteration for ever
+            assert "StopIteration" in str(future.exception())
     finally:
         lookahead.unwrap(model)
         for hook in hooks:

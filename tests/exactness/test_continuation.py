@@ -5,6 +5,7 @@ from copy import deepcopy
 
 import pytest
 import torch
+import transformers
 from test_lossless import random_prompt
 from transformers import CONFIG_MAPPING, DynamicCache, LogitsProcessor, LogitsProcessorList
 from zoo import ALIKE, SETTINGS, WITH_STATE, tiny_model
@@ -388,6 +389,8 @@ class SettingAHook(LogitsProcessor):
 def test_a_batch_leaves_lookahead_for_the_models_own_code(model_type):
     """Its layers become those that transformers makes, also where a layer only stands for one that caches nothing: as
     the cache is given back, as one was passed in, and as the model changes meanwhile."""
+    if model_type == "git" and transformers.__version__.startswith("5.17."):
+        pytest.skip("that version's own pass fails without a mask, so wrap refuses the model")
     model = tiny_model(model_type)
     ids = torch.tensor([[5, 6, 7, 8, 9, 5, 6], [5, 6, 7, 8, 9, 5, 7]])
     options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "attention_mask": torch.ones_like(ids)}

@@ -302,6 +302,28 @@ def test_a_text_that_makes_a_shared_pass_fail_fails_alone(family):
     assert [None if isinstance(text, Exception) else text.tolist() for text in found] == expected
 
 
+@pytest.mark.parametrize("budget", [0, "auto"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "lfm2", "mamba2", "qwen3_next", "falcon_h1"])
+def test_no_text_goes_on_from_a_state_that_a_failed_pass_has_changed(family, budget):
+    """A text chooses a token that the model does not know, so that a pass fails after it has begun. The others are as
+    they are alone, or have the error, too."""
+
+    def widened(ids, scores):
+        return scores if ids.shape[1] < 20 else torch.cat([scores, scores.new_full((len(scores), 9), 99.0)], dim=1)
+
+    model = tiny_model(family)
+    ids = prompts(3)
+    options = {"max_new_tokens": 40, "min_new_tokens": 40, "do_sample": False}
+    lookahead.wrap(model, LookaheadConfig(budget=budget))
+    alone = [model.generate(one, **options).tolist() for one in ids]
+    calls = [{"ids": one, **options} for one in ids]
+    calls[2]["logits_processor"] = LogitsProcessorList([widened])
+    found = together(model, calls)
+    assert isinstance(found[2], Exception)
+    for text, expected in zip(found[:2], alone[:2], strict=True):
+        assert isinstance(text, Exception) or text.tolist() == expected
+
+
 def test_what_a_source_raises_as_it_ends_harms_no_other_text(caplog):
     class FailsAtLast(Knows):
         def end(self):
