@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from torch.nn import functional
 from transformers import LlamaConfig, PreTrainedModel
 from transformers.activations import ACT2FN
@@ -99,14 +100,14 @@ class _Linear:
     """A linear layer of a checkpoint, with a bias if there is one."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None):
-        self._weight, self._bias = weight, bias
+        self.weight, self._bias = weight, bias
 
     @classmethod
     def from_file(cls, file: Checkpoint, name: str, outputs: int, inputs: int) -> "_Linear":
         return cls(file.read(name + ".weight", outputs, inputs), file.find(name + ".bias", outputs))
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
-        return gemm.linear(states, self._weight, self._bias)
+        return gemm.linear(states, self.weight, self._bias)
 
 
 class _Head:
@@ -160,8 +161,7 @@ class _Head:
                     f"{vocabulary_of(model)} tokens: the head was made for another model"
                 )
             self._embed, self.reads = partial(functional.embedding, weight=embedding), len(embedding)
-        # The model may have changed its dtype since.
-        self._project: Callable[[torch.Tensor], torch.Tensor] = lambda states: output(states.to(output.weight.dtype))
+        self._project: nn.Linear | _Linear = output
         if "lm_head.weight" in file or not fits or self.tokens is not None:
             rows = self._vocabulary if self.tokens is None else len(self.tokens)
             self._project = _Linear.from_file(file, "lm_head", rows, self._hidden)
@@ -238,7 +238,8 @@ class _Head:
 
     def logits(self, features: torch.Tensor, depths: list[int]) -> torch.Tensor:
         """[n, vocabulary of the head]. depths: as for `compute`."""
-        return self._project(self._normed(features, self._norm_last) if self._is_third else features)
+        states = self._normed(features, self._norm_last) if self._is_third else features
+        return self._project(states.to(self._project.weight.dtype))  # the model's own may have changed its dtype
 
     def _normed(self, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return functional.rms_norm(states.float(), weight.shape, eps=self._epsilon).to(states.dtype) * weight

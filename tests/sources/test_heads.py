@@ -1,8 +1,10 @@
 """Trained heads as sources of guesses: files in each published layout, the heads' predictions, and the text."""
 
+import copy
 import json
 import math
 import os
+import pickle
 import random
 import re
 from contextlib import suppress
@@ -564,7 +566,9 @@ def test_a_wrap_of_another_model_is_refused(tmp_path, kind):
     ids = torch.tensor([[5, 6, 7]])
     expected = model.generate(ids, max_new_tokens=20, do_sample=False).tolist()
     lookahead.wrap(model, source=source)
-    assert model.generate(ids, max_new_tokens=20, do_sample=False).tolist() == expected
+    for one in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert one.generate(ids, max_new_tokens=20, do_sample=False).tolist() == expected
+        assert one.lookahead.last.sources[type(source).__name__].proposed
 
 
 def test_settings_that_are_not_computed_are_refused(tmp_path):
