@@ -571,6 +571,22 @@ def test_a_wrap_of_another_model_is_refused(tmp_path, kind):
         assert one.lookahead.last.sources[type(source).__name__].proposed
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_with_more_tokens_than_the_heads_know(tmp_path, kind):
+    """They guess for it, or are refused: a token that they cannot read ends no text."""
+    model = deep_model()
+    source = source_of(kind, model, tmp_path)
+    model.resize_token_embeddings(VOCABULARY + 7)
+    ids = torch.tensor([[5, 6, VOCABULARY + 3, 7]])
+    expected = model.generate(ids, max_new_tokens=20, do_sample=False).tolist()
+    if isinstance(source, EagleSource) and source.head.reads is not None:
+        with pytest.raises(ValueError, match="it was made before the model got more tokens"):
+            lookahead.wrap(model, source=source)
+        return
+    lookahead.wrap(model, source=source)
+    assert model.generate(ids, max_new_tokens=20, do_sample=False).tolist() == expected
+
+
 def test_settings_that_are_not_computed_are_refused(tmp_path):
     config, tensors = eagle_files("eagle3")
     with pytest.raises(ValueError, match="norm_before_fc"):

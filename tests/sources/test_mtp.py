@@ -1,5 +1,6 @@
 """A checkpoint's multi-token-prediction layers as a source of guesses: files, predictions, and the text."""
 
+import copy
 import json
 import math
 import random
@@ -435,6 +436,18 @@ def test_the_depth_of_a_model_is_the_number_of_its_last_hidden_state():
         if kind in CONFIG_MAPPING:
             model = random_model(tiny_config(kind))
             assert depth_of(model) == len(model(IDS, output_hidden_states=True).hidden_states) - 1, kind
+
+
+@pytest.mark.parametrize("kind", ["mimo", "qwen3_5_text"])
+def test_a_model_whose_dtype_has_changed_since(checkpoints, kind):
+    """The layers keep theirs; the head is the model's."""
+    model = copy.deepcopy(checkpoints(kind)[0])
+    source = MtpSource(model, checkpoints(kind)[0].name_or_path)
+    model.double()
+    expected = model.generate(IDS, max_new_tokens=20, do_sample=False).tolist()
+    lookahead.wrap(model, source=source)
+    assert model.generate(IDS, max_new_tokens=20, do_sample=False).tolist() == expected
+    assert model.lookahead.last.sources["MtpSource"].proposed
 
 
 def test_the_commands(tmp_path):
