@@ -106,7 +106,8 @@ class Sequences:
             raise ValueError(f"seed={seed!r} must be a whole number in -2**63..2**64-1")
         sources = list(source) if isinstance(source, Iterable) else [source]
         for one in sources:
-            check_source(one, self._model)
+            check_source(one)
+            one.check_model(self._model)
         settings = options.get("generation_config") or self._model.generation_config
         if options.get("stop_strings") or getattr(settings, "stop_strings", None):
             from lookahead.compat.stop_strings import as_criterion  # other texts end without them
@@ -163,8 +164,7 @@ class Sequences:
                 for text, output in zip(live, run_together(wanted, weights_may_change), strict=True):
                     text.go_on(output)
                 self._seconds = perf_counter() - began
-            if self._canceled:  # by a callback
-                self._end_canceled()
+            self._end_canceled()  # what callbacks have canceled
         except BaseException as error:  # an interrupt: how far the texts are is unknown
             for text in self._texts:
                 text.end(error)

@@ -52,8 +52,8 @@ def check_settings(config: object, pool: object) -> None:
     check_pool(pool)
 
 
-def check_source(source: object, model: PreTrainedModel | None = None) -> None:
-    """Raise TypeError for what is no source of guesses, and ValueError for one that cannot guess for this model."""
+def check_source(source: object) -> None:
+    """Raise TypeError for what is no source of guesses."""
     if not (isinstance(source, GuessSource) and can_guess(source)):
         raise TypeError(
             f"source={source!r} is no source of guesses: give an object of a class that is derived from "
@@ -61,8 +61,6 @@ def check_source(source: object, model: PreTrainedModel | None = None) -> None:
         )
     if not isinstance(source.needs, Needs):
         raise TypeError(f"{type(source).__name__}.needs={source.needs!r:.80} must be a lookahead.Needs")
-    if model is not None:
-        source.check_model(model)
 
 
 @dataclass

@@ -11,6 +11,8 @@ from lookahead.guessing.source import Batch, Guesser, GuessSource, Limits, Outco
 from lookahead.models.cache import AnyCache
 from ngram_pool import GuessTree
 
+NUMBERS = "tokens", "parents", "depths", "sources"  # arrays of whole numbers in a GuessTree
+
 
 class UsersGuesser(Guesser):
     """Lends copies to a user's guesser of everything that decides the text, and checks what it returns."""
@@ -42,7 +44,7 @@ class UsersGuesser(Guesser):
                     f"{self._name} proposes {tree!r:.60} in place of a GuessTree: propose GuessTree.empty() where "
                     "there is nothing to guess"
                 )
-            for name in ("tokens", "parents", "depths", "sources"):
+            for name in NUMBERS:
                 if (dtype := getattr(tree, name).dtype).kind not in "iu":
                     raise TypeError(f"{self._name} proposes {name} of {dtype}: make trees by GuessTree.of or .chain")
         return list(map(_of_usual_numbers, trees))
@@ -94,7 +96,7 @@ def start(source: GuessSource, batch: Batch, name: str) -> Guesser:
 
 def _of_usual_numbers(tree: GuessTree) -> GuessTree:
     """The same tree in the dtypes that a `GuessTree` has: C++ reads its numbers as these."""
-    numbers = {name: getattr(tree, name) for name in ("tokens", "parents", "depths", "sources")}
+    numbers = {name: getattr(tree, name) for name in NUMBERS}
     if tree.probabilities.dtype == np.float64 and all(one.dtype == np.int64 for one in numbers.values()):
         return tree
     whole = {name: one.astype(np.int64) for name, one in numbers.items()}

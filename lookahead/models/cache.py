@@ -545,6 +545,11 @@ AnyCache = LookaheadCache | SeparateCaches
 """What holds the sequences of a call."""
 
 
+def caches_in(cache: AnyCache) -> list[LookaheadCache]:
+    """The separate caches; or the only one, of one or more sequences."""
+    return cache.each if isinstance(cache, SeparateCaches) else [cache]
+
+
 def counts_positions(cache: Cache) -> bool:
     """Whether a cache knows how many positions it holds. If its layers keep only states, it does not by itself
     (`passed_in.CountedCache`).

@@ -7,14 +7,13 @@ from typing import Any
 import numpy as np
 
 from lookahead.compat import caches_nothing
-from lookahead.models.cache import AnyCache, InPlaceLayer, LookaheadCache, SeparateCaches
+from lookahead.models.cache import AnyCache, InPlaceLayer, LookaheadCache, SeparateCaches, caches_in
 
 
 def can_rewind(cache: AnyCache) -> bool:
     """Whether every layer holds all positions, so not if there are sliding layers or states."""
-    if isinstance(cache, SeparateCaches):
-        return all(map(can_rewind, cache.each))
-    return all(type(layer) is InPlaceLayer or caches_nothing(layer) for layer in cache.layers)
+    layers = [layer for one in caches_in(cache) for layer in one.layers]
+    return all(type(layer) is InPlaceLayer or caches_nothing(layer) for layer in layers)
 
 
 def rewind(cache: LookaheadCache, length: int) -> None:
@@ -45,8 +44,7 @@ def part_of(cache: AnyCache, layers: Sequence[int]) -> Iterator[AnyCache]:
     Rows that its passes append are dropped at the end of the block, even after half a pass. Every layer must hold
     all positions (`can_rewind`), and the block must commit nothing.
     """
-    each = cache.each if isinstance(cache, SeparateCaches) else [cache]
-    parts = [LookaheadCache([one.layers[index] for index in layers], list(one.lengths)) for one in each]
+    parts = [LookaheadCache([one.layers[index] for index in layers], list(one.lengths)) for one in caches_in(cache)]
     lent: list[Any] = [layer for part in parts for layer in part.layers]
     columns = [layer.columns for layer in lent]
     try:

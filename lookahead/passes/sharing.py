@@ -8,7 +8,7 @@ import time
 from collections.abc import Hashable, Sequence
 from itertools import accumulate
 
-from lookahead.models.cache import LookaheadCache, SeparateCaches
+from lookahead.models.cache import SeparateCaches, caches_in
 from lookahead.passes.runner import Company, Output, Pass
 
 
@@ -43,7 +43,7 @@ def _outputs_of(together: list[Pass], others_ran: bool) -> Sequence[Output | Exc
     from lookahead.models.rewinding import drop_step  # few passes fail
 
     for one in together:
-        for cache in _caches_of(one):
+        for cache in caches_in(one.cache):
             drop_step(cache)
     return [output for one in together for output in _outputs_of([one], others_ran)]
 
@@ -54,7 +54,7 @@ def _run_as_one(together: list[Pass], others_ran: bool) -> list[Output]:
         (one,) = together
         return [one.runner.run(one.steps, one.cache, one.last, one.top_k, others_ran)]
     steps = [step for one in together for step in one.steps]
-    each = [_caches_of(one) for one in together]
+    each = [caches_in(one.cache) for one in together]
     temperatures = [one.top_k[1] for one in together for _ in one.steps]
     last = [position for one in together for position in one.last]
     began = time.perf_counter()
@@ -69,14 +69,9 @@ def _run_as_one(together: list[Pass], others_ran: bool) -> list[Output]:
     ]
 
 
-def _caches_of(one: Pass) -> list[LookaheadCache]:
-    """The cache of each of its sequences."""
-    return one.cache.each if isinstance(one.cache, SeparateCaches) else [one.cache]
-
-
 def _may_change_states(one: Pass) -> bool:
     """Whether the pass itself changes a state, which it does for a root alone: there is nothing to choose from."""
-    return any(len(step) == 1 and cache.states_at for step, cache in zip(one.steps, _caches_of(one), strict=True))
+    return any(len(step) == 1 and cache.states_at for step, cache in zip(one.steps, caches_in(one.cache), strict=True))
 
 
 def _part(joint: Output, first: Sequence[int], stop: int, company: Company) -> Output:
