@@ -1,8 +1,7 @@
 """Break the lines of a terminal between words, in text that comes in pieces.
 
-The text may be Markdown, and people copy it from the terminal. So a line is not broken where a line break would change
-the meaning of the Markdown. Lines in which every break matters (code, headings, tables, HTML) are left to the terminal.
-A table is known by the bar that begins its first row.
+The text may be Markdown, and people copy it from the terminal. So only lines of prose are broken, where Markdown takes
+a line break for a space. All other lines (code, headings, quotes, tables, HTML) are left to the terminal.
 """
 
 import re
@@ -13,23 +12,18 @@ from itertools import groupby
 
 NO_CELL = ("Mn", "Me", "Cf")  # categories of characters that share the terminal cell of the character before
 TAB = 8  # cells between a terminal's tab stops
-CODE = 4  # columns by which Markdown indents code, and between its tab stops
 # Control characters could change the terminal's state, so their pictures are shown instead.
 SHOWN = {code: chr(0x2400 + code) for code in range(0x20)} | {0x7F: "\N{SYMBOL FOR DELETE}"}
 SHOWN |= dict.fromkeys(range(0x80, 0xA0), "\N{REPLACEMENT CHARACTER}")
 SHOWN |= {ord("\n"): "\n", ord("\t"): "\t", ord("\r"): ""}
 
+MARKER = r"(?:[-+*]|\d{1,9}[.)])"  # of a list item
 # Words that start a block at the beginning of a line: markers of lists, headings and quotes, rules, underlines, fences,
 # tables, HTML.
-BLOCK = re.compile(r"[-+*_=:|]+|#{1,6}|\d{1,9}[.)]|[<>|].*|`{3,}.*|~{3,}.*", re.DOTALL)
-MARKER = r"(?:[-+*]|\d{1,9}[.)])"  # of a list item
-PREFIX = rf"(?:[ \t>]|{MARKER}[ \t])*"  # of lines in quotes and list items
-BARE = re.compile(PREFIX + r"(?:[-+*_=:#`~ \t]*|\d{1,9}[.)])")  # lines without text so far, and rules
-VERBATIM = re.compile(PREFIX + r"(?:#{1,6}\s|<|`{3}|~{3})")  # headings, HTML and fences are left alone
-FENCE = re.compile(PREFIX + r"(`{3,}(?!.*`)|~{3,})")  # around code; no backtick may follow a fence of backticks
-INDENTED = re.compile(rf"(?:[ >]|{MARKER} )*(?: {{4}}|{MARKER}?\t)")  # may be code
-# Items of a list that begin with text: the indent, the first marker, and those of lists that begin in the same line.
-ITEM = re.compile(rf"([ \t]*)({MARKER} {{1,4}})(?:{MARKER} {{1,4}})*(?![ \t>]|{MARKER}(?:\s|$))")
+BLOCK = r"(?:[-+*_=:|]+|#{1,6}|\d{1,9}[.)]|[<>|]\S*|`{3,}\S*|~{3,}\S*)(?!\S)"
+# Lines that begin with a word of prose, or with a marker and such a word. Where the indent is deeper, it may be code.
+PROSE = re.compile(rf" {{0,3}}(?:{MARKER} {{1,4}})?(?!{BLOCK})\S")
+FENCE = re.compile(rf"(?:[ \t>]|{MARKER}[ \t])*(`{{3,}}(?!.*`)|~{{3,}})")  # no backtick may follow one of backticks
 
 
 class WordWrap:
@@ -47,8 +41,6 @@ class WordWrap:
         self._plain = ""  # the same without colours
         self._fence = ""  # the fence that opened the current code block
         self._in_table = False  # whether this line may be a table row
-        self._has_code = False  # whether a backtick stands in earlier lines of this paragraph
-        self._inner = range(0)  # indents of an inner item of this list; a line that has another may be code
 
     @property
     def is_at_edge(self) -> bool:
@@ -69,7 +61,7 @@ class WordWrap:
             elif kind == "newline":
                 for _ in part:
                     self._end_line()
-            else:  # wide characters: a line may break between any two of them
+            else:  # wide characters, which stand in words of their own
                 for character in part:
                     self._word, self._plain = style(character), character
                     self.flush()
@@ -87,27 +79,11 @@ class WordWrap:
         self._gap, self._word, self._plain = "", "", ""
 
     def _may_break(self) -> bool:
-        """Whether Markdown keeps its meaning if a line break replaces the gap before the word that is held back."""
-        line = self._line + self._gap + self._plain
-        if self._fence or self._in_table or VERBATIM.match(line) or "|" in line:
+        """Whether Markdown takes a line break for the gap before the word that is held back."""
+        if self._fence or self._in_table or "|" in self._line + self._plain or self._line.endswith("\\"):
             return False
-        if INDENTED.match(line) and not self._is_inner_item(line):
-            return False
-        if BARE.fullmatch(self._line) or self._line.endswith("\\") or BLOCK.fullmatch(self._plain):
-            return False
-        return self._gap == " " or not (self._has_code or "`" in self._line)  # spaces count in code
-
-    def _is_inner_item(self, line: str) -> bool:
-        item = ITEM.match(line)
-        return item is not None and _width(item[1]) in self._inner
-
-    def _inner_of(self, line: str) -> range:
-        """Indents of items within the item that ``line`` begins: from the text of the list's first item."""
-        item = ITEM.match(line)
-        if item is None:
-            return range(0)
-        first = self._inner.start if self._is_inner_item(line) else _width(item[1] + item[2])
-        return range(first, _width(item[0]) + CODE)
+        # Two spaces count in code. Between wide characters, the terminal breaks.
+        return self._gap == " " and PROSE.match(self._line) is not None and not re.match(BLOCK, self._plain)
 
     def _end_line(self) -> None:
         columns = shutil.get_terminal_size().columns
@@ -121,9 +97,6 @@ class WordWrap:
         elif fence := FENCE.match(self._line):
             self._fence = fence[1]
         self._in_table = bool(self._line) and (self._in_table or "|" in self._line)
-        self._has_code = bool(self._line) and (self._has_code or "`" in self._line)
-        if self._line and (not INDENTED.match(self._line) or self._is_inner_item(self._line)):
-            self._inner = self._inner_of(self._line)
         self._line, self._gap = "", ""
 
     def _put(self, text: str, plain: str, columns: int) -> None:
@@ -137,10 +110,6 @@ class WordWrap:
             else:
                 cells = _cells(character)
                 self._column = cells if self._column + cells > columns else self._column + cells
-
-
-def _width(indent: str) -> int:
-    return len(indent.expandtabs(CODE))
 
 
 def _cells(character: str) -> int:

@@ -124,8 +124,8 @@ def test_words_stay_whole_at_the_terminals_edge(pieces, columns):
     assert "".join(screen.lines).replace(" ", "") == re.sub(r"\s", "", text)
     words = re.split(r"[ \n]|(?<=日)|(?=日)", text) + re.findall(r"^ *(?:日|[^ \n日]*)", text, re.MULTILINE)
     longest = max(map(cells, words))  # indented words, too
-    if longest <= columns and not re.search(r"^ {4}|  $", text, re.MULTILINE):  # code, and line breaks of Markdown
-        assert not screen.breaks
+    if longest <= columns and not re.search(r"^ {4}|  ", text, re.MULTILINE):  # code, and what may be within code
+        assert all("日" in (screen.cells[row][1], screen.cells[row - 1][-2]) for row in screen.breaks)
     for line in text.split("\n"):  # a line that fits is as it was
         if cells(line.rstrip()) <= columns:
             assert line.rstrip() in [shown.rstrip() for shown in screen.lines]
@@ -141,7 +141,7 @@ def said(markdown: str) -> list[str]:
 @example(["- ", "1. ", "1. ", "1. ", "    ", "a "], 4)
 @example(["* a\n", "    *     a b"], 4)
 @example(["1.   a\n\n", "    * a b"], 4)
-@settings(max_examples=600, deadline=None, derandomize=True)  # a few lists in a million texts are missed
+@settings(max_examples=600, deadline=None, derandomize=True)  # of a million texts ten are missed
 def test_a_wrapped_text_says_the_same_in_markdown(pieces, columns):
     pieces = [*pieces, "\n"]
     assume(not re.search(r"^[^|\n]+\|.*\n\| ---", "".join(pieces), re.MULTILINE))  # a first row without its bar
@@ -155,7 +155,7 @@ def test_lines_that_are_left_alone():
     for text in (code, heading, row, "- " + code, "> " + code, "    an indented line of code, which is long, too\n"):
         assert wrapped([text], 20) == text
     assert wrapped(["a piece of code: `a   b`\n"], 20) == "a piece of code: `a   b`\n"
-    assert wrapped(["- a\n    - b\n        - c\n    - one two\n"], 10) == "- a\n    - b\n        - c\n    - one\ntwo\n"
+    assert wrapped(["- a\n  - b\n    - one two\n  - one two\n"], 8) == "- a\n  - b\n    - one two\n  - one\ntwo\n"
     assert wrapped(["- one two three four five\n"], 12) == "- one two\nthree four\nfive\n"
     assert wrapped(["a walk in 1986. Then we\n"], 14) == "a walk in 1986. Then we\n"  # 1986. would begin a list
 
