@@ -82,7 +82,7 @@ class WordWrap:
         """Whether Markdown takes a line break for the gap before the word that is held back."""
         if self._fence or self._in_table or "|" in self._line + self._plain or self._line.endswith("\\"):
             return False
-        # Two spaces count in code. Between wide characters, the terminal breaks.
+        # Two spaces count in code. Where there is no space, a line break would be one.
         return self._gap == " " and PROSE.match(self._line) is not None and not re.match(BLOCK, self._plain)
 
     def _end_line(self) -> None:
