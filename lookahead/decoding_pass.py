@@ -26,7 +26,7 @@ class DecodingPass:
     forest: "Forest | None" = None
     """The rows of the pass, if layers with a state compute them as a tree (`models.recurrence`)."""
     places: "Places | None" = None
-    """Of its keys and rows, if attention is biased by them (`models.biases`)."""
+    """The positions of keys and rows, if attention is biased by positions (`models.biases`)."""
 
     def __post_init__(self) -> None:
         # Tracers follow only torch's own operations, and our kernels give no gradients.

@@ -75,6 +75,8 @@ class Sequences:
         """Decode a text in the next steps. Returns a future of the result or error of `generate`.
 
         A text begins with the next step. Prompt, settings and lists are copied now, except the model's own settings.
+        If the model's own decoding serves a text (`Lookahead.report`), one step writes all of it; several texts that
+        begin together are then sampled together, after ``seed``.
 
         input_ids: int64 [1, n]; or [texts, n], of texts that begin together.
         seed: a text is sampled as after ``torch.manual_seed(seed)``, the next one of several as after seed + 1. By
@@ -86,9 +88,7 @@ class Sequences:
 
         Raises ValueError for ``custom_generate`` and ``assistant_model``, ``stop_strings`` without a ``tokenizer``, a
         seed that torch does not take, and a source that cannot guess for the model.
-        Raises TypeError for other arguments of a wrong type, and if the model has been unwrapped. If the model's own
-        decoding serves a text (`Lookahead.report`), it is written in one step; several texts that begin together are
-        then sampled together, after ``seed``.
+        Raises TypeError for other arguments of a wrong type, and if the model has been unwrapped.
         """
         for name in ("custom_generate", "assistant_model"):
             if options.get(name) is not None:
@@ -148,8 +148,8 @@ class Sequences:
         weights_may_change: whether the model may have changed since the last step. False saves half a millisecond;
             a change is then noticed within a few steps.
 
-        Returns whether there are texts that have not ended. Raises RuntimeError within a step, of another thread or of
-        a callback. An interrupt (KeyboardInterrupt) ends all texts.
+        Returns whether there are texts that have not ended. Raises RuntimeError if a step is under way, in another thread
+        or around this callback. An interrupt (KeyboardInterrupt) ends all texts.
         """
         if not self._stepping.acquire(blocking=False):
             raise RuntimeError("a step is under way: one thread at a time may call step(), and no callback in it")

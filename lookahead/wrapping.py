@@ -112,7 +112,7 @@ def wrap(
         list, `PoolSource()` stands for the pool.
 
     Raises TypeError if ``model`` cannot generate, and for other arguments of a wrong type. Raises ValueError if a
-    source cannot guess for this model. Raises UnsupportedModelError, which names the layer, if lookahead would change
+    source cannot guess for this model. Raises UnsupportedModelError, which gives the reason, if lookahead would change
     the model's text. Raises RuntimeError while the model decodes in any thread.
     """
     if hasattr(model, "get_base_model"):

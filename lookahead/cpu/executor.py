@@ -78,7 +78,7 @@ def serves(program: Program) -> bool:
 def pack(program: Program, known: dict[int, tuple[Hashable, Linear]], indexes: bool) -> Program:
     """The same program with packed weights, if these give exactly the same products (`blocks.pack`).
 
-    known: layers packed in earlier calls, by number, each behind the form of what it was packed of; linear layers that
+    known: layers packed in earlier calls, by number: the format of the weight, and the packed layer. Linear layers that
     read the same memory share a number. If weights have changed since, a new copy replaces the old one, which calls in
     other threads continue to read.
     indexes: whether bf16 may be packed in 12 bits.
@@ -434,8 +434,7 @@ class Executor:
         these have changed.
         outputs: numbers of the outputs (`operations.Keep`) that are returned too, [rows, hidden] each.
         shown: rows whose logits are computed, the last ones; default: all.
-        top_k: of how many of the rows that are shown top-k tokens are returned, from the first on, and how
-        many tokens. They are as `top_k.top_k` returns them: tokens and probabilities, [rows, tokens]; None for
+        top_k: (n, k): the k top tokens of each of the first n rows that are shown. They are as `top_k.top_k` returns them: tokens and probabilities, [rows, tokens]; None for
         a program that scales its logits, and for more than MAX_COUNT tokens.
         is_prompt: whether rows may be rounded differently from those of steps, which takes less time for many rows.
         Raises ValueError for an unknown output, and for tables of rotary embeddings that do not fit.

@@ -129,7 +129,7 @@ class Linear(NamedTuple):  # made in each call of a layer, so it must be cheap
         return Linear(*(field[start:stop] if isinstance(field, torch.Tensor) else field for field in self))  # type: ignore[arg-type]
 
     def matrix(self, out: torch.Tensor | None = None) -> tuple[int, ...]:
-        """The fields of a Matrix in gemm.h."""
+        """The fields of a Matrix in matrix.h."""
         weight, scales, bias, offsets, unpacked, *_ = self
         outputs, inputs = self.outputs, self.inputs
         of_outputs, of_groups = pointer(scales), 0

@@ -57,7 +57,7 @@ struct Inputs {
     }
 };
 
-// A convolution of each channel (`Convolve` in operations.py) over the rows of one sequence.
+// A convolution of each channel (`Convolve` in states.py) over the rows of one sequence.
 template <class T>
 struct Convolution {
     const T* x;               // [rows][width], and so is `out`
@@ -269,7 +269,7 @@ static inline float nearest(float x) {
     return number(rounded);
 }
 
-// The gated delta rule (`Delta` and `DeltaByKey` in operations.py) over the rows of one sequence.
+// The gated delta rule (`Delta` and `DeltaByKey` in states.py) over the rows of one sequence.
 template <class T>
 struct Delta {
     const T *queries, *keys;           // [rows][key heads][keys]
@@ -337,7 +337,7 @@ struct Delta {
     }
 };
 
-// The recurrence of Mamba-2 (`Scan` in operations.py) over the rows of one sequence.
+// The recurrence of Mamba-2 (`Scan` in states.py) over the rows of one sequence.
 template <class T>
 struct Scan {
     const T *queries, *keys;                // [rows][key heads][keys]

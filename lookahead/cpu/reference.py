@@ -1,6 +1,7 @@
 """Defines the operations of a program in plain torch. Tests compare other executors with it.
 
-On a GPU, `passes.graphs` runs it itself, in the model's dtype and over a cache with fixed places.
+CUDA graphs are captured from a subclass of it (`passes.static`), in the model's dtype and over a cache whose rows have
+fixed places.
 """
 
 import math

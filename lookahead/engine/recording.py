@@ -19,9 +19,9 @@ class RecordingStreamer(BaseStreamer):
     """A streamer that also gets the steps of a call."""
 
     records_steps = True
-    """By which a call knows it."""
+    """A call passes its steps to a streamer that has this attribute."""
     streamer: BaseStreamer | None = None
-    """It also gets the tokens."""
+    """Another streamer, which gets the same tokens, or None."""
 
     def begin(self, names: list[str], stats: Stats) -> None:
         """Called if lookahead decodes the call. names: to count accepted guesses under. stats: of the call."""

@@ -173,7 +173,7 @@ class NextTokenRule:
         self.logits: tuple[torch.Tensor, ...] | None = () if settings.keep_logits else None
         self.unfinished = torch.ones(len(ids), dtype=torch.bool, device=ids.device)
         self.live = list(range(len(ids)))
-        """Sequences that continue: those that have not ended; all, until these end, if scores may be seen."""
+        """Sequences that continue: those that have not ended; if scores may be seen, all until the last has ended."""
         self.processors = processors
         self.criteria = criteria
         self.settings = settings

@@ -23,7 +23,7 @@ POSITION_LIMITS = (
 
 
 class UnsupportedModelError(ValueError):
-    """Lookahead cannot decode this model. The message names the layer and the reason."""
+    """Lookahead cannot decode this model. The message gives the reason."""
 
 
 @dataclass(frozen=True)

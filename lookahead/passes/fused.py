@@ -34,12 +34,12 @@ from lookahead.passes.packed import Packs, ReadyProgram, packed_of
 from lookahead.passes.runner import EagerRunner, Output, TopK, joined
 from lookahead.step import MAX_DEPTH, Step, grow, pad
 
-# Most tokens of a prompt, because torch is faster beyond: with the matrix unit by dtype, and without it.
+# Most tokens of a prompt that fused passes prefill with the matrix unit. Beyond, torch is faster.
 MOST_READ_IN_TILES = {torch.bfloat16: 192, torch.float32: 512}
-MOST_READ = 2**62
+NO_LIMIT = 2**62
 MOST_AT_ONCE = 256  # of them in a pass, which bounds its memory. Each pass unpacks the weights once
-# Most rows of a pass that reads the original numbers of packed weights. A pass over more rows loses more by it than
-# reading all numbers takes.
+# Most rows of a first pass that reads the weights themselves, not their packed copies. With more rows, that costs more
+# than checking all copies before the pass.
 MOST_COMPARED = 12
 LEAST_AHEAD = 1024  # positions that a table of rotary embeddings has beyond those that a pass needs
 MOST_COPIED = 2**30  # by default, most bytes of a copy that takes more than half as much as the weights
@@ -228,10 +228,10 @@ class FusedRunner(EagerRunner):
             executor=_executor_of(found),
             original=Executor(original, of_copies) if of_copies and is_read else None,
             digests=of_copies,
-            most_compared=MOST_COMPARED if are_indexed and not in_tiles else MOST_READ,
+            most_compared=MOST_COMPARED if are_indexed and not in_tiles else NO_LIMIT,
             elsewhere=elsewhere,
             computed=original.computed(tensors) if elsewhere or self._watch.has_buffers else None,
-            longest_prompt=self._page.reads_prompts * (MOST_READ_IN_TILES[found.dtype] if in_tiles else MOST_READ),
+            longest_prompt=self._page.reads_prompts * (MOST_READ_IN_TILES[found.dtype] if in_tiles else NO_LIMIT),
             weight_bytes=weight_bytes(found),
             declined_bytes=declined,
         )

@@ -1111,7 +1111,7 @@ def written_by_numpy(parameter, place, number):
 @pytest.mark.parametrize(("most", "dtype"), [(127, torch.float32), (-8, torch.float32), *((1, d) for d in DTYPES)])
 @pytest.mark.parametrize("write", [written_by_data, written_by_numpy])
 @pytest.mark.parametrize("prompt", [1, 7, 33])
-@mock.patch("lookahead.passes.fused.MOST_READ", 32)
+@mock.patch("lookahead.passes.fused.NO_LIMIT", 32)
 @mock.patch("lookahead.passes.fused.MOST_READ_IN_TILES", dict.fromkeys(DTYPES, 32))
 def test_the_first_token_is_already_that_of_a_single_number_that_was_written_behind_its_back(
     most, dtype, write, prompt
