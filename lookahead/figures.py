@@ -32,7 +32,7 @@ def as_dict(stats: "Stats", stages: Sequence[str]) -> dict:
 def text(stats: "Stats", stages: Sequence[str]) -> str:
     """Return lines for a reader. stages: as for `as_dict`."""
     if stats.plain:
-        return f"plain decoding: lookahead does not decode {stats.plain}"
+        return f"the model's own decoding: lookahead does not decode {stats.plain}"
     accepted = ", ".join(f"{name} {count}" for name, count in _accepted(stats).items())
     seconds = ", ".join(f"{stage} {1000 * stats.seconds[stage] / max(stats.steps, 1):.2f}" for stage in stages)
     sources = "".join(f"{line}\n" for line in stats.by_source())

@@ -53,7 +53,7 @@ class Sequences:
         self._model = model
         self._submitted: deque[_Text] = deque()
         self._texts: list[_Text] = []  # running texts, in their order
-        self._canceled: deque[Future] = deque()
+        self._cancelled: deque[Future] = deque()
         # Gains of texts' own sources, by the ledger of the wrap's sources, and by their own classes.
         self._ledgers: WeakKeyDictionary[Ledger, dict[tuple[type, ...], Ledger]] = WeakKeyDictionary()
         self._seconds = 0.0  # of the last step
@@ -118,7 +118,7 @@ class Sequences:
         self._submitted.append(text := _Text(begin))
         return text.future
 
-    def portion(self, most: int) -> int | None:
+    def chunk_size(self, most: int) -> int | None:
         """Return a ``prefill_chunk_size`` of at most ``most`` tokens, with which a text does not depend on where
         chunks begin, for example on which part of its prompt is already cached.
 
@@ -136,7 +136,7 @@ class Sequences:
         """Let a text end with a CancelledError, at the next step or at the end of this one. No effect once it has
         ended."""
         if not future.cancel():
-            self._canceled.append(future)
+            self._cancelled.append(future)
 
     def step(self, weights_may_change: bool = True) -> bool:
         """Start submitted texts and prefill chunks of their prompts; then run a step of all others.
@@ -148,14 +148,14 @@ class Sequences:
         weights_may_change: whether the model may have changed since the last step. False saves half a millisecond;
             a change is then noticed within a few steps.
 
-        Returns whether there are texts that have not ended. Raises RuntimeError if a step is under way, in another thread
-        or around this callback. An interrupt (KeyboardInterrupt) ends all texts.
+        Returns whether there are texts that have not ended. Raises RuntimeError if a step is under way, in another
+        thread or around this callback. An interrupt (KeyboardInterrupt) ends all texts.
         """
         if not self._stepping.acquire(blocking=False):
             raise RuntimeError("a step is under way: one thread at a time may call step(), and no callback in it")
         try:
             self._take_in()
-            self._end_canceled()
+            self._end_cancelled()
             with torch.no_grad():  # as generate() decodes
                 self._read()
                 began = perf_counter()
@@ -164,7 +164,7 @@ class Sequences:
                 for text, output in zip(live, run_together(wanted, weights_may_change), strict=True):
                     text.go_on(output)
                 self._seconds = perf_counter() - began
-            self._end_canceled()  # what callbacks have canceled
+            self._end_cancelled()  # what callbacks have cancelled
         except BaseException as error:  # an interrupt: how far the texts are is unknown
             for text in self._texts:
                 text.end(error)
@@ -181,10 +181,10 @@ class Sequences:
             if text.future.set_running_or_notify_cancel():
                 self._texts.append(text)
 
-    def _end_canceled(self) -> None:
-        canceled = {self._canceled.popleft() for _ in range(len(self._canceled))}
+    def _end_cancelled(self) -> None:
+        cancelled = {self._cancelled.popleft() for _ in range(len(self._cancelled))}
         for text in self._texts:
-            if text.future in canceled:
+            if text.future in cancelled:
                 text.end(CancelledError())
 
     def _read(self) -> None:

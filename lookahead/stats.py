@@ -78,6 +78,7 @@ class Stats:
     """Float64 [10, 3]: for guesses with an estimated probability of 0 to 0.1, 0.1 to 0.2, ..., how many there were, the
     sum of their probabilities, and how many were accepted."""
     prefill_seconds: float = 0.0
+    """Wall-clock time of prefills, which `seconds` does not include."""
     seconds: Counter = field(default_factory=Counter)
     """Wall-clock time of the steps by stage: guess, forward, verify, commit, learn. Forward contains the wait for
     an accelerator."""

@@ -166,7 +166,8 @@ def by_lookahead(model: PreTrainedModel, expected: dict[str, list[int]], config:
         steps[name] = model.lookahead.last
         if not steps[name].steps:
             said = " ".join(str(warning.message) for warning in caught if "lookahead" in str(warning.message))
-            return {"result": "refused", "guesses": "", "reason": said or "the model's own decoding took over"}
+            reason = said.rstrip(".") or "the model's own decoding took over"
+            return {"result": "refused", "guesses": "", "reason": reason}
     passes = passes_of(model)
     accepted = sum(stats.accepted.total() for stats in steps.values())
     rates = {name: stats.tokens_per_step for name, stats in steps.items()}

@@ -59,7 +59,7 @@ def watch_caches(model: PreTrainedModel) -> Iterator[list[int]]:
 
 def markdown(rows: list[dict], where: dict) -> str:
     why = where["note"]
-    columns = ["batch", "method", "tokens/s", "speed-up", "ms/token", "ms/token behind the prompts",
+    columns = ["batch", "method", "tokens/s", "speed-up", "ms/token", "ms/token after the prompts",
                "tokens/step of a sequence", "largest cache, MiB", "identical"]  # fmt: skip
     cells = [
         [row["batch"], row["method"], f"{row['tokens_per_second']:.1f}", None if why else row["speedup"],
@@ -156,12 +156,12 @@ def main(
             peer.close()
         for method, total in totals.items():
             rate = total["tokens"] / total["seconds"]
-            behind = total["seconds"] - total["prompts"], max(total["tokens"] - len(texts), 1)
+            after = total["seconds"] - total["prompts"], max(total["tokens"] - len(texts), 1)
             rows.append({
                 "batch": size,
                 "method": method,
                 "tokens_per_second": rate,
-                "ms_behind_prompts": 1000 * behind[0] / behind[1],
+                "ms_behind_prompts": 1000 * after[0] / after[1],
                 "speedup": rate * totals["plain"]["seconds"] / totals["plain"]["tokens"],
                 "tokens_per_step": total["stats"].tokens_per_step if method in OURS else 1.0,
                 "cache_mib": None if method == PEER else round(total["cache"] / 2**20, 1),

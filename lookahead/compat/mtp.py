@@ -89,14 +89,14 @@ def run_mtp_layer(
     said: the tokens' embeddings, [n, hidden]. states: the state to join with each embedding: that of the token before,
     [n, hidden]. positions: int64 [n]. sees: bool [n, keys], the mask over the cache and then these tokens.
     """
-    turned, kind = None, {}
+    rotated, kind = None, {}
     if heads.rotary_emb is not None:
         if "layer_type" in inspect.signature(heads.rotary_emb.forward).parameters:
             kind = {"layer_type": heads.config.layer_types[layer]}
         axes = (3, 1, -1) if hasattr(heads.rotary_emb, "mrope_section") else (1, -1)  # 3 if the model also sees images
-        turned = heads.rotary_emb(said[None], position_ids=positions.expand(axes), **kind)
+        rotated = heads.rotary_emb(said[None], position_ids=positions.expand(axes), **kind)
     made = heads.layers[layer](
-        said[None], states[None], position_embeddings=turned, attention_mask=sees[None, None],
+        said[None], states[None], position_embeddings=rotated, attention_mask=sees[None, None],
         position_ids=positions[None], **{CACHE: cache},
     )[0]  # fmt: skip
     return heads.shared_post_norm(made) if heads.use_shared_post_norm else made

@@ -13,7 +13,7 @@ class Alibi(Attend):
     """Scores are scaling * queries @ keys + biases, and have no cap.
 
     biases: float32 [heads, positions], contiguous: what is added to the score of a key, by its position. by_distance:
-    the last one is that of the query's own position, behind which no key stands. rounds_scores: scores are rounded
+    the last one is that of the query's own position, after which no key stands. rounds_scores: scores are rounded
     then.
     """
 

@@ -174,7 +174,7 @@ struct BySingles {
 };
 
 #ifdef __AVX512BF16__
-// Here, each lane multiplies two bf16 numbers and adds the products in float32. A pair is two neighbouring numbers of a
+// Here, each lane multiplies two bf16 numbers and adds the products in float32. A pair is two adjacent elements of a
 // key, or the values of two keys. So weights are rounded to bf16, as in torch's kernel.
 struct ByPairs {
     static constexpr int TOGETHER = 2;
@@ -283,7 +283,7 @@ struct Space {
     float sums[QUERIES * MAX_SIZE];         // [queries][padded value_size]
     typename By::Factor q[QUERIES * MAX_SIZE];  // [queries][size]
     typename By::Factor room[KEYS * MAX_SIZE];  // of keys, [size][KEYS], then of values, [keys][padded value_size]
-    float p[QUERIES * KEYS];  // scores, then weights. More near keys need more room behind it: see `room_for`
+    float p[QUERIES * KEYS];  // scores, then weights. More near keys need more room after it: see `room_for`
 };
 
 // The end of the part of far keys that contains position `from`. Each doubling of a text adds two parts.

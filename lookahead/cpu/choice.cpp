@@ -173,10 +173,10 @@ struct Race {
         int lane = 0;
         for (int l = 1; l < L; l++)
             if (best[l] > best[lane]) lane = l;
-        float behind = second[lane];
+        float after = second[lane];
         for (int l = 0; l < L; l++)
-            if (l != lane) behind = std::max(behind, best[l]);
-        return best[lane] > behind * (1 + margin()) && !any(none) ? places[lane] : -1;
+            if (l != lane) after = std::max(after, best[l]);
+        return best[lane] > after * (1 + margin()) && !any(none) ? places[lane] : -1;
     }
 
     // Whether top-p keeps a token: 1, 0, or -1 if uncertain. If chances are added in ascending order, it keeps the

@@ -49,17 +49,17 @@ constexpr int SPINS = 2048;       // 0.1 ms where a pause takes 140 cycles, a te
 #define OPERATION(FIELD, T)                                                                             \
     FIELD(long, kind)                                                                                   \
     FIELD(long, meets)       /* whether threads meet before it */                                       \
-    FIELD(long, x)           /* the buffer that it reads, */                                            \
-    FIELD(long, y)           /* another one, or -1, */                                                  \
-    FIELD(long, out)         /* and the one that it writes */                                           \
-    FIELD(long, width)       /* numbers of a row of x */                                                \
-    FIELD(long, size)        /* of these, those of a head, or normed together; or those a router reads */ \
-    FIELD(long, value_size)  /* numbers of a head of values, and of what attention makes */             \
+    FIELD(long, x)           /* the buffer that it reads */                                             \
+    FIELD(long, y)           /* another buffer that it reads, or -1 */                                  \
+    FIELD(long, out)         /* the buffer that it writes */                                            \
+    FIELD(long, width)       /* elements of a row of x */                                               \
+    FIELD(long, size)        /* elements of a head, or normed together, or read by a router */          \
+    FIELD(long, value_size)  /* elements of a head of values, and of attention's output */              \
     FIELD(const T*, weight)  /* of a norm, an embedding, heads, taps, scales or streams; or sinks of attention */ \
     FIELD(long, format)      /* in which the weights of an embedding are (`Format`) */                  \
     FIELD(const T*, bias)    /* of a norm or taps, or an embedding of positions; or null */             \
-    FIELD(long, has_wide_weight)  /* of taps, log_speeds or sinks: in float32, whatever T is, */        \
-    FIELD(long, has_wide_bias)    /* as may be their bias */                                             \
+    FIELD(long, has_wide_weight)  /* taps, log_speeds or sinks are in float32, whatever T is */         \
+    FIELD(long, has_wide_bias)    /* their bias is in float32, whatever T is */                          \
     FIELD(const void*, products) /* [count] of `Product`; of experts: the router, then those of each */ \
     FIELD(long, count)                                                                                  \
     FIELD(long, is_each_shared)  /* each product is shared out by itself, not all of them together */   \
@@ -67,25 +67,25 @@ constexpr int SPINS = 2048;       // 0.1 ms where a pause takes 140 cycles, a te
     FIELD(const long*, temporary) /* buffers that an operation needs beside `out` */                    \
     FIELD(long, is_gated)    /* the first product of an expert gives gates and what they multiply */    \
     FIELD(long, top_k)       /* experts of a row */                                                     \
-    FIELD(long, adds_to_one) /* the weights of a row's experts are divided by their sum, */             \
-    FIELD(long, rounds_weights)  /* and rounded */                                                      \
-    FIELD(long, rounds_steps)  /* after each step */                                                    \
-    FIELD(long, rounds_ranks)  /* as is that by which experts are chosen: */                            \
-    FIELD(long, ranks_scores)  /* their scores, not their weights */                                    \
-    FIELD(long, weighs_inputs) /* weights multiply what experts read, not what they give */             \
+    FIELD(long, adds_to_one) /* the weights of a row's experts are divided by their sum */              \
+    FIELD(long, rounds_weights)  /* the weights of experts are rounded at the end */                    \
+    FIELD(long, rounds_steps)  /* they are rounded at each step, too */                                 \
+    FIELD(long, rounds_ranks)  /* what experts are chosen by is rounded */                              \
+    FIELD(long, ranks_scores)  /* experts are chosen by scores, not by weights */                       \
+    FIELD(long, weighs_inputs) /* weights multiply the inputs of experts, not their outputs */          \
     FIELD(long, is_apart)    /* gates of experts have a product of their own */                         \
-    FIELD(long, identities)  /* experts behind the others that give what they read */                   \
-    FIELD(long, is_sigmoid)  /* they are sigmoids, and no softmax */                                    \
-    FIELD(long, groups)      /* of experts, */                                                          \
-    FIELD(long, top_groups)  /* and those of which a row chooses, */                                    \
-    FIELD(long, best_of_group)  /* by the sum of their best one or two */                               \
+    FIELD(long, identities)  /* the number of last experts that return their input */                   \
+    FIELD(long, is_sigmoid)  /* weights of experts are sigmoids, not a softmax */                       \
+    FIELD(long, groups)      /* number of groups of experts */                                          \
+    FIELD(long, top_groups)  /* number of groups from which a row's experts come */                     \
+    FIELD(long, best_of_group)  /* groups are ranked by the sum of so many of their experts: 1 or 2 */  \
     FIELD(const float*, correction) /* [experts], added where they are chosen; or null */               \
     FIELD(const float*, router) /* [experts][width]; null if it is the first product */                 \
     FIELD(const float*, scales) /* [experts], by which their weights are multiplied; or null */         \
-    FIELD(long, taken)       /* heads of each `count` that are selected, from `index` on, */            \
-    FIELD(long, repeats)     /* each so many times */                                                   \
-    FIELD(long, heads)       /* of these, in all; or of what is multiplied or joined by heads */        \
-    FIELD(long, is_transposed)  /* rows of a head's weights take its numbers, and do not give them */   \
+    FIELD(long, taken)       /* number of heads of each `count` that are selected, from `index` on */   \
+    FIELD(long, repeats)     /* how often each selected head is repeated */                             \
+    FIELD(long, heads)       /* number of selected heads; or of heads that are multiplied or joined */  \
+    FIELD(long, is_transposed)  /* rows of a head's weights take its elements, and do not give them */  \
     FIELD(const float*, biases)  /* [heads][positions], added to scores by the positions of keys; or null */ \
     FIELD(long, positions)                                                                              \
     FIELD(long, by_distance)  /* the last bias is that of the row's own position, and not of the last one */ \
@@ -94,11 +94,11 @@ constexpr int SPINS = 2048;       // 0.1 ms where a pause takes 140 cycles, a te
     FIELD(long, index)       /* of a layer of the cache, a rotary embedding or an output; an offset */  \
     FIELD(long, rounds_once) /* not before a norm multiplies, or rotary products are added up */        \
     FIELD(long, is_centered) /* a norm takes the mean away */                                           \
-    FIELD(long, gates_behind)  /* the gate of a norm multiplies what it has made */                     \
-    FIELD(long, is_interleaved) /* neighbouring numbers turn together, */                               \
-    FIELD(long, separates)   /* and come to stand in two halves */                                      \
-    FIELD(long, taps)        /* of a convolution, */                                                    \
-    FIELD(long, first)       /* and its first channel among those of its layer; or a first stream */    \
+    FIELD(long, gates_after)  /* a gate multiplies the output of a norm, not its input */               \
+    FIELD(long, is_interleaved) /* adjacent elements rotate together */                                 \
+    FIELD(long, separates)   /* interleaved elements are written as two halves */                       \
+    FIELD(long, taps)        /* number of taps of a convolution */                                      \
+    FIELD(long, first)       /* a convolution's first channel among those of its layer; or a first stream */ \
     FIELD(const T*, skips)   /* [heads], by which a recurrence adds its values */                       \
     FIELD(long, activation)                                                                             \
     FIELD(double, factor)    /* of what is embedded, scaled, added, attended with, or of experts */     \
@@ -117,13 +117,13 @@ constexpr int SPINS = 2048;       // 0.1 ms where a pause takes 140 cycles, a te
     FIELD(long, held)        /* keys before those of the pass */                                        \
     FIELD(const bool*, hidden)   /* [rows][masked]: which of the last keys are not seen */              \
     FIELD(long, masked)                                                                                 \
-    FIELD(T*, inputs)        /* [channels][columns]: the last ones of its convolutions, */              \
-    FIELD(T*, inputs_of_rows)    /* and where those of the rows go (`recurrence::Inputs`) */            \
+    FIELD(T*, inputs)        /* [channels][columns]: the last inputs of convolutions */                 \
+    FIELD(T*, inputs_of_rows)    /* where the inputs of this pass's rows go (`recurrence::Inputs`) */   \
     FIELD(long, channels)                                                                               \
     FIELD(long, columns)                                                                                \
-    FIELD(float*, state)     /* of its recurrence (`recurrence::State`), */                             \
+    FIELD(float*, state)     /* of its recurrence (`recurrence::State`) */                              \
     FIELD(long, is_by_values)                                                                           \
-    FIELD(float*, updates)   /* and what the rows do to it */                                           \
+    FIELD(float*, updates)   /* what the rows do to the state */                                        \
     FIELD(long, state_heads)                                                                            \
     FIELD(long, state_keys)                                                                             \
     FIELD(long, state_values)                                                                           \
@@ -139,7 +139,7 @@ constexpr int SPINS = 2048;       // 0.1 ms where a pause takes 140 cycles, a te
 #define ROTARY_TABLE(FIELD, T)                                                                          \
     FIELD(const float*, cos) /* [positions][width] */                                                   \
     FIELD(const float*, sin)                                                                            \
-    FIELD(long, width)       /* numbers of a head that turn, the first ones */
+    FIELD(long, width)       /* elements of a head that rotate, the first ones */
 
 #define PASS(FIELD, T)                                                                                  \
     FIELD(const void*, operations)                                                                      \
@@ -320,7 +320,7 @@ static void normalize(const Operation<T>& norm, const T* x, long n, T* out) {
         }
 }
 
-// Rotary embedding (Su et al. 2021, arXiv 2104.09864) of one head, in place: number i turns with number i + n / 2, or if
+// Rotary embedding (Su et al. 2021, arXiv 2104.09864) of one head, in place: element i rotates with element i + n / 2, or if
 // they are interleaved, number 2 * i with the next one. Products are rounded to type By before they are added up.
 template <class By, bool IS_INTERLEAVED, class T>
 static void rotate(T* x, const float* cos, const float* sin, long n) {
@@ -353,7 +353,7 @@ static void normalize_gated(const Operation<T>& norm, long first, const T* x, co
     };
     const auto taken = [&](long i) {
         const auto y = some(x + i, norm.size - i);
-        return norm.gates_behind ? y : y * factors(i);
+        return norm.gates_after ? y : y * factors(i);
     };
     recurrence::Floats squares = {};
     for (long i = 0; i < norm.size; i += WIDTH) squares += taken(i) * taken(i);
@@ -368,7 +368,7 @@ static void normalize_gated(const Operation<T>& norm, long first, const T* x, co
             y = load(rounded);
         }
         if (norm.weight) y *= some(norm.weight + first + i, norm.size - i);
-        if (norm.gates_behind) y *= factors(i);
+        if (norm.gates_after) y *= factors(i);
         recurrence::store_some(y, out + i, norm.size - i);
     }
 }
@@ -498,7 +498,7 @@ static void activate_bounded(const T* both, float alpha, float limit, T* out, lo
     }
 }
 
-// Where a thread's parts of the room lie behind its private buffers, in bytes: prepared, of attention, near, of recurrences,
+// Where a thread's parts of the room lie beyond its private buffers, in bytes: prepared, of attention, near, of recurrences,
 // a panel; and where it ends.
 template <class By>
 struct Places {
@@ -625,22 +625,22 @@ struct Thread {
         }
     }
 
-    void rotary(const Operation<T>& turn) {
-        const RotaryTable<T>& table = ((const RotaryTable<T>*)pass.rotaries)[turn.index];
-        const bool is_interleaved = turn.is_interleaved && !turn.separates;
-        const auto rotated = is_interleaved      ? turn.rounds_once ? rotate<float, true, T> : rotate<T, true, T>
-                             : turn.rounds_once  ? rotate<float, false, T>
+    void rotary(const Operation<T>& rotary) {
+        const RotaryTable<T>& table = ((const RotaryTable<T>*)pass.rotaries)[rotary.index];
+        const bool is_interleaved = rotary.is_interleaved && !rotary.separates;
+        const auto rotated = is_interleaved      ? rotary.rounds_once ? rotate<float, true, T> : rotate<T, true, T>
+                             : rotary.rounds_once  ? rotate<float, false, T>
                                                  : rotate<T, false, T>;
-        T *const x = buffer(turn.x), *const out = buffer(turn.out);
-        for_heads(turn.width / turn.size, [&](long head, long row) {
-            const long at = row * turn.width + head * turn.size, turned = pass.positions[row] * table.width;
-            if (out != x) std::copy_n(x + at, turn.size, out + at);
-            if (turn.separates) {
+        T *const x = buffer(rotary.x), *const out = buffer(rotary.out);
+        for_heads(rotary.width / rotary.size, [&](long head, long row) {
+            const long at = row * rotary.width + head * rotary.size, place = pass.positions[row] * table.width;
+            if (out != x) std::copy_n(x + at, rotary.size, out + at);
+            if (rotary.separates) {
                 T apart[attention::MAX_SIZE];
                 for (long i = 0; i < table.width; i++) apart[i % 2 * (table.width / 2) + i / 2] = out[at + i];
                 std::copy_n(apart, table.width, out + at);
             }
-            rotated(out + at, table.cos + turned, table.sin + turned, table.width);
+            rotated(out + at, table.cos + place, table.sin + place, table.width);
         });
     }
 
@@ -712,7 +712,7 @@ struct Thread {
         return found;
     }
 
-    // The parts of a sequence's attention lie behind those of the sequences before it. of: where these end, in queries.
+    // The parts of a sequence's attention lie beyond those of the sequences before it. of: where these end, in queries.
     attention::Part part_at(const Operation<T>& attend, long of) const {
         return {pass.largest + of, pass.total + of, pass.sums + of * attend.value_size};
     }

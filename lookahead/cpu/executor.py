@@ -349,7 +349,7 @@ class Executor:
         self._places: list[Sequence[tuple[int, int, int, int]]] = []  # the `Rows.caches` that stand in `_cached`
         self._rotary_tables = np.zeros(len(self.rotaries), described.rotary_table)
         self._rotary: Mapping[str, tuple[torch.Tensor, torch.Tensor]] = {}  # in these tables
-        self._turned = 0  # positions of those
+        self._rotated = 0  # positions of those
         self._outputs = np.zeros(self.outputs, np.int64)
         inputs = [linear.inputs for linear in program.linears]
         self._pass = described.arguments(
@@ -379,7 +379,7 @@ class Executor:
             kept.append(numbers)
             return numbers.ctypes.data
 
-        multiplying = -1  # the operation that multiplies next; behind experts, only the pass itself finds which weights
+        multiplying = -1  # the operation that multiplies next; after experts, only the pass itself finds which weights
         for i in reversed(range(len(program.operations))):
             now, operation = self._operations[i], program.operations[i]
             of_digests = [digests.pop() for _ in operation.linears][::-1]
@@ -434,8 +434,8 @@ class Executor:
         these have changed.
         outputs: numbers of the outputs (`operations.Keep`) that are returned too, [rows, hidden] each.
         shown: rows whose logits are computed, the last ones; default: all.
-        top_k: (n, k): the k top tokens of each of the first n rows that are shown. They are as `top_k.top_k` returns them: tokens and probabilities, [rows, tokens]; None for
-        a program that scales its logits, and for more than MAX_COUNT tokens.
+        top_k: (n, k): the top k tokens of each of the first n rows that are shown, as `top_k.top_k` returns them:
+            tokens and probabilities, [n, k]; None for a program that scales its logits, and for k above MAX_COUNT.
         is_prompt: whether rows may be rounded differently from those of steps, which takes less time for many rows.
         Raises ValueError for an unknown output, and for tables of rotary embeddings that do not fit.
         """
@@ -455,7 +455,7 @@ class Executor:
         tokens, probabilities = np.empty((said, count), np.int64), np.empty((said, count), np.float32)
         if rotary is not self._rotary:
             self._turn_by(rotary)
-        most = min(self._turned if self.rotaries else 2**62, self.positions or 2**62)
+        most = min(self._rotated if self.rotaries else 2**62, self.positions or 2**62)
         if max(positions.tolist()) >= most:
             raise ValueError(f"the tables of positions have only {most} of them")
         if self.outputs:
@@ -579,7 +579,7 @@ class Executor:
         """Whether any packed weight has changed. This takes as long as reading all of them."""
         return blocks.digests(self._origins).tobytes() != b"".join(digest or b"" for digest in self._digests)
 
-    def can_turn_by(self, rotary: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> bool:
+    def can_rotate_by(self, rotary: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> bool:
         """Whether `run` supports these tables."""
         return all(
             table.ndim == 2
@@ -592,12 +592,12 @@ class Executor:
         )
 
     def _turn_by(self, rotary: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
-        if not self.can_turn_by(rotary):
+        if not self.can_rotate_by(rotary):
             raise ValueError("the tables of the rotary embedding do not fit the heads")
         pairs = [rotary[name] for name in self.rotaries]
         for row, (cos, sin) in zip(self._rotary_tables, pairs, strict=True):
             row["cos"], row["sin"], row["width"] = cos.data_ptr(), sin.data_ptr(), cos.shape[1]
-        self._rotary, self._turned = rotary, min((len(cos) for cos, _ in pairs), default=0)
+        self._rotary, self._rotated = rotary, min((len(cos) for cos, _ in pairs), default=0)
 
 
 def places_of(sizes: Iterable[int]) -> list[int]:
@@ -617,7 +617,7 @@ def can_move(buffers: Sequence[torch.Tensor]) -> bool:
 def move_rows(buffers: Sequence[torch.Tensor], sources: np.ndarray, targets: np.ndarray) -> None:
     """Move rows of contiguous buffers [1, heads, .., head_dim] from columns ``sources`` to ``targets``, int64 [n].
 
-    Both ascend, and no target lies behind its source. All buffers have the same heads, head_dim and dtype.
+    Both ascend, and no target lies beyond its source. All buffers have the same heads, head_dim and dtype.
     """
     first = buffers[0]
     itemsize = first.element_size()

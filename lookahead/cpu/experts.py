@@ -31,7 +31,7 @@ class Experts(Operation):
     those left whose scores s are near its own s': (s' - s) / max(|s|, s') <= nearness (SparseMixer, Liu et al. 2024,
     arXiv 2409.12136). cap: the router's products s become cap * tanh(s / cap), unless it is 0. ranks_scores: experts
     are chosen by what the router gives, corrected, and not by their weights. weighs_inputs: weights multiply what
-    experts read, which is rounded then, and not what they give. identities: so many experts behind the others have no
+    experts read, which is rounded then, and not what they give. identities: so many experts after the others have no
     layers, and give what they read (LongCat-Flash, arXiv 2509.01322).
     """
 

@@ -13,11 +13,11 @@ from torch import nn
 from lookahead.cpu.products import Format, Linear
 
 
-def unpacked(blocks: torch.Tensor, form: Format) -> torch.Tensor:
+def unpacked(blocks: torch.Tensor, format: Format) -> torch.Tensor:
     """The numbers of blocks, uint8 [rows, bytes]: float32 [rows, weights]."""
     from gguf import GGMLQuantizationType, dequantize  # which has read the file
 
-    numbers = dequantize(blocks.cpu().numpy(), GGMLQuantizationType[form.name])
+    numbers = dequantize(blocks.cpu().numpy(), GGMLQuantizationType[format.name])
     return torch.from_numpy(np.ascontiguousarray(numbers)).to(blocks.device)
 
 
@@ -26,23 +26,23 @@ class _InBlocks(nn.Module):
 
     parts: Mapping[str, Sequence[str]] = {"weight": ("weight",)}
     """Of each weight that other models have, the parameters here whose rows it has, one after the other."""
-    forms: Mapping[str, Format]
+    formats: Mapping[str, Format]
     """Of each parameter in blocks."""
 
-    def __init__(self, **forms: Format) -> None:
+    def __init__(self, **formats: Format) -> None:
         super().__init__()
-        self.forms = forms
+        self.formats = formats
         self.register_state_dict_post_hook(_save_numbers)
         self.register_load_state_dict_pre_hook(_load_numbers)
 
     @property
-    def form(self) -> Format:
+    def format(self) -> Format:
         """Of the one weight, where there is one."""
-        return self.forms["weight"]
+        return self.formats["weight"]
 
     def numbers(self, name: str) -> torch.Tensor:
         """A weight of other models, unpacked: float32 [..., outputs, inputs]."""
-        parts = [unpacked(getattr(self, part).detach(), self.forms[part]) for part in self.parts[name]]
+        parts = [unpacked(getattr(self, part).detach(), self.formats[part]) for part in self.parts[name]]
         return torch.cat(parts, -2)
 
 
@@ -67,8 +67,8 @@ def _load_numbers(
             state[f"{prefix}{part}"] = getattr(module, part)  # copied to itself, which writes to no page of the file
         numbers = module.numbers(name)
         if given.shape != numbers.shape or not torch.equal(given.to(numbers), numbers):
-            forms = " and ".join(sorted({module.forms[part].name for part in parts}))
-            messages[-1].append(f"{whole} is in blocks of {forms}, which cannot hold these numbers")
+            formats = " and ".join(sorted({module.formats[part].name for part in parts}))
+            messages[-1].append(f"{whole} is in blocks of {formats}, which cannot hold these numbers")
 
 
 def _multiply(input: torch.Tensor, linear: Linear) -> torch.Tensor:
@@ -87,16 +87,16 @@ class BlocksLinear(_InBlocks):
     for, it unpacks them in each call.
     """
 
-    def __init__(self, weight: nn.Parameter, form: Format, bias: nn.Parameter | None = None):
-        """weight: uint8 [outputs, bytes of a row], of this form. bias: float32 [outputs], or None."""
-        super().__init__(weight=form)
+    def __init__(self, weight: nn.Parameter, format: Format, bias: nn.Parameter | None = None):
+        """weight: uint8 [outputs, bytes of a row], of this format. bias: float32 [outputs], or None."""
+        super().__init__(weight=format)
         self.weight, self.bias = weight, bias
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return _multiply(input, Linear(self.weight, None, self.bias, format=self.form))
+        return _multiply(input, Linear(self.weight, None, self.bias, format=self.format))
 
     def extra_repr(self) -> str:
-        return f"{self.form.name}, bias={self.bias is not None}"
+        return f"{self.format.name}, bias={self.bias is not None}"
 
 
 class BlocksExperts(_InBlocks):
@@ -109,15 +109,15 @@ class BlocksExperts(_InBlocks):
     down_proj: nn.Parameter
 
     def __init__(self, act_fn: nn.Module, **weights: tuple[nn.Parameter, Format]):
-        """weights: gate_proj, up_proj and down_proj, uint8 [experts, outputs, bytes of a row], and their forms."""
-        super().__init__(**{name: form for name, (_, form) in weights.items()})
+        """weights: gate_proj, up_proj and down_proj, uint8 [experts, outputs, bytes of a row], and their formats."""
+        super().__init__(**{name: format for name, (_, format) in weights.items()})
         self.act_fn = act_fn
         for name, (blocks, _) in weights.items():
             setattr(self, name, blocks)
 
     def linears(self, name: str) -> list[Linear]:
         """A layer of each expert, where the blocks lie."""
-        return [Linear(blocks, format=self.forms[name]) for blocks in getattr(self, name).detach()]
+        return [Linear(blocks, format=self.formats[name]) for blocks in getattr(self, name).detach()]
 
     def forward(self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """x: [rows, width]. experts, weights: [rows, top_k], those of each row."""
@@ -131,7 +131,7 @@ class BlocksExperts(_InBlocks):
         return out
 
     def extra_repr(self) -> str:
-        return f"{len(self.down_proj)} in " + ", ".join(form.name for form in self.forms.values())
+        return f"{len(self.down_proj)} in " + ", ".join(format.name for format in self.formats.values())
 
 
 class BlocksEmbedding(_InBlocks):
@@ -139,9 +139,9 @@ class BlocksEmbedding(_InBlocks):
 
     embed_scale: torch.Tensor | None
 
-    def __init__(self, weight: nn.Parameter, form: Format, embed_scale: torch.Tensor | None = None):
-        """weight: uint8 [tokens, bytes of a row], of this form. embed_scale: what rows are multiplied by, or None."""
-        super().__init__(weight=form)
+    def __init__(self, weight: nn.Parameter, format: Format, embed_scale: torch.Tensor | None = None):
+        """weight: uint8 [tokens, bytes of a row], of this format. embed_scale: what rows are multiplied by, or None."""
+        super().__init__(weight=format)
         self.weight, self.dtype = weight, torch.float32
         self.register_buffer("embed_scale", embed_scale, persistent=False)
 
@@ -151,5 +151,5 @@ class BlocksEmbedding(_InBlocks):
         return super()._apply(fn, recurse)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        rows = unpacked(self.weight[ids.flatten()], self.form).view(*ids.shape, -1).to(self.dtype)
+        rows = unpacked(self.weight[ids.flatten()], self.format).view(*ids.shape, -1).to(self.dtype)
         return rows if self.embed_scale is None else rows * self.embed_scale.to(rows.dtype)

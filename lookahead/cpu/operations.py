@@ -217,10 +217,10 @@ class Products(Operation):
 
 @dataclass(frozen=True, eq=False)
 class Rotary(Operation):
-    """The first numbers of each head of `size` turn by the row's position (Su et al. 2021, arXiv 2104.09864).
+    """The first elements of each head of `size` rotate by the row's position (Su et al. 2021, arXiv 2104.09864).
 
     name: of the tables of cosines and sines. rounds_once: products are not rounded before they are added.
-    is_interleaved: neighbouring numbers turn together, instead of one of the first half with one of the second.
+    is_interleaved: adjacent elements rotate together, instead of one of the first half with one of the second.
     separates: neighbours are then stored in these two halves.
     """
 

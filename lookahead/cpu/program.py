@@ -49,7 +49,7 @@ class Program:
 
     @property
     def rotaries(self) -> dict[str, int]:
-        """The names of the tables of cosines and sines, and the numbers of the smallest head that turns by each."""
+        """The names of the tables of cosines and sines, and the numbers of the smallest head that rotates by each."""
         found: dict[str, int] = {}
         for operation in self.operations:
             if isinstance(operation, Rotary):

@@ -1,6 +1,6 @@
 // Layers that keep a state of all positions together, over the rows of a step, which are a forest: before a row come its
 // own ancestors, then what the state holds. So a row is computed alike in any company, and rejected rows leave nothing
-// behind. The state itself changes only when the accepted rows are committed.
+// after. The state itself changes only when the accepted rows are committed.
 
 #pragma once
 
@@ -16,7 +16,7 @@ constexpr long MOST_TAPS = 8;  // inputs that a convolution reads, or that a sta
 
 typedef Lanes<WIDTH>::Floats Floats;
 
-// n numbers, up to WIDTH, and zeros behind them.
+// n numbers, up to WIDTH, and zeros after them.
 template <class T>
 static inline Floats some(const T* from, long n) {
     if (n >= WIDTH) return load(from);
@@ -42,7 +42,7 @@ static inline void store_some(Floats x, T* to, long n) {
 template <class T>
 struct Inputs {
     T* held;  // [channels][columns], the newest last
-    T* of_rows;  // [rows][channels]; null if all rows are committed, one behind the other
+    T* of_rows;  // [rows][channels]; null if all rows are committed, one after the other
     long channels;
     long columns;
 
@@ -117,7 +117,7 @@ constexpr long MOST_KEYS = 256;          // of a head of a state
 struct State {
     float* held;     // [heads][keys][values], or [heads][values][keys]
     bool is_by_values;
-    float* of_rows;  // [rows][heads] of decays, keys and an update; null if all rows are committed, one behind the other
+    float* of_rows;  // [rows][heads] of decays, keys and an update; null if all rows are committed, one after the other
     long heads, keys, values, decays;
 
     float* update_of(long row, long head) const { return of_rows + (row * heads + head) * (decays + keys + values); }
@@ -232,7 +232,7 @@ struct Followed {
     float* decays_of(long row) const { return decays + row * state.decays; }
 
     // Go from row to row, and write T* out [rows][heads][values]. updates(row, first, n, block of the row before, to): the
-    // update of n values, from `first` on; zeros behind them.
+    // update of n values, from `first` on; zeros after them.
     template <class F>
     void follow(T* out, F updates) const {
         const long size = state.keys, values = state.values;

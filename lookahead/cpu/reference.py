@@ -44,13 +44,13 @@ class State(NamedTuple):
     """Of its recurrence, [heads, keys, values]; of `Scan`, [heads, values, keys]."""
 
 
-def _numbers(weight: torch.Tensor, form: Format) -> torch.Tensor:
+def _numbers(weight: torch.Tensor, format: Format) -> torch.Tensor:
     """A weight, unpacked if it is in blocks."""
-    if not form.is_in_blocks:
+    if not format.is_in_blocks:
         return weight
     from lookahead.cpu.gguf import unpacked  # other weights do not need it
 
-    return unpacked(weight, form)
+    return unpacked(weight, format)
 
 
 class Reference:
@@ -88,7 +88,7 @@ class Reference:
         """Of the convolutions of a layer, by their first channel."""
         self.recurrent: dict[int, list[torch.Tensor]] = {}
         """The state of a layer after each row."""
-        self.turns: dict[str, tuple[torch.Tensor, ...]] = {}
+        self.rotations: dict[str, tuple[torch.Tensor, ...]] = {}
         """Cosines and sines of the rows, [T, 1, rotary], by the name of their tables."""
         self.values: dict[op.Value, torch.Tensor] = {}
         self.outputs: dict[int, torch.Tensor] = {}
@@ -195,11 +195,11 @@ class Reference:
     def _(self, norm: GatedNorm) -> torch.Tensor:
         x, gate = (self.heads(value, norm.size).to(self.finest) for value in (norm.x, norm.gate))
         factors = functional.silu(gate)
-        x = x if norm.gates_behind else x * factors
+        x = x if norm.gates_after else x * factors
         x = x * (x.square().mean(-1, keepdim=True) + norm.epsilon).rsqrt()
         x = x if norm.rounds_once else self.rounded(x)
         x = x if norm.weight is None else x * norm.weight.unflatten(0, (-1, norm.size)).to(x.dtype)
-        return self.rounded((x * factors if norm.gates_behind else x).flatten(1))
+        return self.rounded((x * factors if norm.gates_after else x).flatten(1))
 
     @computed.register
     def _(self, products: op.Products) -> None:
@@ -227,21 +227,21 @@ class Reference:
 
     @computed.register
     def _(self, rotary: op.Rotary) -> torch.Tensor:
-        if rotary.name not in self.turns:
+        if rotary.name not in self.rotations:
             tables = self.rotary[rotary.name]
-            self.turns[rotary.name] = tuple(table[self.positions].to(self.wide)[:, None] for table in tables)
-        x, (cos, sin) = self.heads(rotary.x, rotary.size), self.turns[rotary.name]
+            self.rotations[rotary.name] = tuple(table[self.positions].to(self.wide)[:, None] for table in tables)
+        x, (cos, sin) = self.heads(rotary.x, rotary.size), self.rotations[rotary.name]
         x = x.to(self.finest) if rotary.rounds_once else x
         part, rest = x.split([cos.shape[-1], rotary.size - cos.shape[-1]], dim=-1)
         if rotary.is_interleaved:
             part = torch.cat([part[..., ::2], part[..., 1::2]], dim=-1)
         first, second = part.chunk(2, dim=-1)
         along, across = part * cos, torch.cat([-second, first], dim=-1) * sin
-        turned = along + across if rotary.rounds_once else self.rounded(along) + self.rounded(across)
+        rotated = along + across if rotary.rounds_once else self.rounded(along) + self.rounded(across)
         if rotary.is_interleaved and not rotary.separates:
-            turned = torch.stack(turned.chunk(2, dim=-1), dim=-1).flatten(2)
-        turned = torch.cat([turned, rest], dim=-1) if rest.shape[-1] else turned
-        return self.rounded(turned.flatten(1))
+            rotated = torch.stack(rotated.chunk(2, dim=-1), dim=-1).flatten(2)
+        rotated = torch.cat([rotated, rest], dim=-1) if rest.shape[-1] else rotated
+        return self.rounded(rotated.flatten(1))
 
     @computed.register
     def _(self, append: op.Append) -> None:

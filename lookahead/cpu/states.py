@@ -263,11 +263,11 @@ class Scan(_Recurrence):
 class GatedNorm(Norm):
     """An RMS norm of heads, as Mamba-2 has it: what is normed is silu(gate) * x, not rounded.
 
-    The weight is that of the whole row. gates_behind: silu(gate) multiplies the result instead, before that is rounded.
+    The weight is that of the whole row. gates_after: silu(gate) multiplies the result instead, before that is rounded.
     """
 
     gate: Value
-    gates_behind: bool = False
+    gates_after: bool = False
 
     def cpp_fields(self) -> dict[str, Any]:
         return {**super().cpp_fields(), "y": self.gate}

@@ -178,8 +178,8 @@ class Call:
         began = time.perf_counter()
         self._source.start(self._batch)
         room = min(self._new_tokens, ROOM) + self._most_rows
-        portion = self._generation.prefill_chunk_size
-        cache, logits = yield from prefill(self._runner, self._prompts, self._source, adopted, room, portion)
+        chunk_size = self._generation.prefill_chunk_size
+        cache, logits = yield from prefill(self._runner, self._prompts, self._source, adopted, room, chunk_size)
         self._cache = self._runner.begin(cache)
         del cache  # its content may have been copied into buffers
         self._source.attach(self._runner.model, self._cache)

@@ -60,7 +60,7 @@ def check_source(source: object) -> None:
             "lookahead.GuessSource and defines propose(texts, limits), or start(batch)"
         )
     if not isinstance(source.needs, Needs):
-        raise TypeError(f"{type(source).__name__}.needs={source.needs!r:.80} must be a lookahead.Needs")
+        raise TypeError(f"{type(source).__name__}.needs={source.needs!r:.80} must be a lookahead.extending.Needs")
 
 
 @dataclass

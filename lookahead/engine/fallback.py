@@ -97,7 +97,7 @@ def why_plain(
         why = "steps take one sequence" if adapter.can_branch else "guesses are single chains"
         return f"batches of a model whose {why}"
     embeds = model_kwargs.get("inputs_embeds")
-    if embeds is not None and generation.prefill_chunk_size:  # generate() reads all of them again for each portion
+    if embeds is not None and generation.prefill_chunk_size:  # generate() reads all of them again for each chunk
         return "with inputs_embeds and prefill_chunk_size"
     if has_no_cache and generation.prefill_chunk_size:  # generate() refuses it
         return "with use_cache=False and prefill_chunk_size"

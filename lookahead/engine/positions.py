@@ -25,17 +25,19 @@ def why_plain(
     return None
 
 
-def _are_usual(positions: torch.Tensor, mask: torch.Tensor | None, held: int, length: int, portion: int | None) -> bool:
+def _are_usual(
+    positions: torch.Tensor, mask: torch.Tensor | None, held: int, length: int, chunk_size: int | None
+) -> bool:
     """Whether ``position_ids`` count the visible tokens of the prompt.
 
-    The first pass reads the last columns: one for each token that is not cached. If it reads the prompt in portions, it
+    The first pass reads the last columns: one for each token that is not cached. If it reads the prompt in chunks, it
     counts columns from the first on. Each later token has the position after the last one.
-    portion: `prefill_chunk_size`. Other arguments as for `why_plain`.
+    chunk_size: `prefill_chunk_size`. Other arguments as for `why_plain`.
     """
     if positions.ndim == 3:  # of time, height and width, which only images tell apart
-        return all(_are_usual(one, mask, held, length, portion) for one in positions)
+        return all(_are_usual(one, mask, held, length, chunk_size) for one in positions)
     count = length - held
-    if positions.ndim != 2 or positions.shape[1] < count or (portion and positions.shape[1] != length):
+    if positions.ndim != 2 or positions.shape[1] < count or (chunk_size and positions.shape[1] != length):
         return False
     read = positions[:, -count:]
     if mask is None:

@@ -74,14 +74,14 @@ def prefill(
     source: Combined,
     cache: LookaheadCache | None,
     room: int,
-    portion: int | None,
+    chunk_size: int | None,
 ) -> Generator[None, None, tuple[AnyCache, torch.Tensor]]:
     """Compute the prompts, and pass them to the source of guesses. Yields between passes.
 
     Each prompt has its own passes, without padding. Equal prompts are computed once.
     cache: holds the beginning of a single prompt, if anything does.
     room: positions beyond the prompts that the cache allocates at once.
-    portion: positions of a pass; default: the whole prompt.
+    chunk_size: positions of a pass; default: the whole prompt.
     Returns the cache of the batch, and the logits after the prompts, [batch, vocabulary].
     """
     logits_to_keep, of_each = max(source.needs.prompt_logits, 1), room if runner.is_ragged or len(prompts) == 1 else 0
@@ -96,7 +96,7 @@ def prefill(
         if caches:
             yield
         one = cache or runner.adapter.make_cache(prompt.new.shape[1] + of_each)
-        output = yield from _read(runner, prompt.new, one, portion, logits_to_keep)
+        output = yield from _read(runner, prompt.new, one, chunk_size, logits_to_keep)
         last.append(output.logits[-1].clone())  # before sources get the logits, to which they may write
         source.observe_prompt(prompt.text, output.logits, output.hidden_states)
         caches.append(one)
@@ -105,19 +105,19 @@ def prefill(
 
 
 def _read(
-    runner: EagerRunner, new: torch.Tensor, cache: LookaheadCache, portion: int | None, logits_to_keep: int
+    runner: EagerRunner, new: torch.Tensor, cache: LookaheadCache, chunk_size: int | None, logits_to_keep: int
 ) -> Generator[None, None, Output]:
     """Compute the prompt of one sequence. Yields between passes. Arguments as for `prefill` and `EagerRunner`'s."""
     length, context = cache.lengths[0] + new.shape[1], context_length(runner.model)
     if length > context:
         warnings.warn(f"the prompt has {length} tokens, the model was made for {context}", stacklevel=2)
     outputs: list[Output] = []
-    *before, last = new.split(portion or new.shape[1], dim=1)
+    *before, last = new.split(chunk_size or new.shape[1], dim=1)
     for part, kept in [*((part, 1) for part in before), (last, logits_to_keep)]:  # of the others, logits are of no use
         if outputs:
             yield
         try:
-            outputs.append(runner.prefill(part, cache, kept, as_steps=portion is not None))
+            outputs.append(runner.prefill(part, cache, kept, as_steps=chunk_size is not None))
         except IndexError as error:  # beyond the end of a table of learned positions
             if length <= context:
                 raise

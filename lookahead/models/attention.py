@@ -34,15 +34,15 @@ def attend(
     decoding = None if torch.compiler.is_compiling() else current_pass()  # compiled code has torch's attention
     if decoding is None or not decoding.splits_attention:
         return sdpa(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
-    from lookahead.models.split_attention import attend  # fused passes do not need it
+    from lookahead.models.split_attention import attend as attend_split  # fused passes do not need it
 
-    return attend(module, query, key, value, attention_mask, dropout, scaling, **kwargs), None
+    return attend_split(module, query, key, value, attention_mask, dropout, scaling, **kwargs), None
 
 
-def is_registered() -> bool:
-    """Whether models get `attend` as "sdpa". It is registered unless other code has registered a function."""
+def register() -> bool:
+    """Register `attend` as "sdpa", unless other code has registered a function. Returns whether models get `attend`."""
     register_attention(attend)
     return registered_attention("sdpa") is attend
 
 
-is_registered()
+register()

@@ -81,7 +81,7 @@ def _kernel_serves(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, 
 
 
 def repeated_mask(mask: torch.Tensor, groups: int, held: int, dtype: torch.dtype) -> torch.Tensor:
-    """Make the mask additive, in this dtype, for ``groups`` query heads, behind ``held`` keys that all of them see.
+    """Make the mask additive, in this dtype, for ``groups`` query heads, after ``held`` keys that all of them see.
 
     The result is kept with the mask, because all layers of a type ask for the same.
     """

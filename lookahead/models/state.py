@@ -209,7 +209,7 @@ def state_of(model: PreTrainedModel) -> State:
     known, state = getattr(_thread, "looked_at", None) or (None, None)
     if known is model and state is not None:
         return state
-    attention.is_registered()
+    attention.register()
     state = _states.get(model)
     if state is None or not state.is_current(model):
         state = _states.set(model, _look(model, state))

@@ -150,7 +150,7 @@ def _try_in_training(model: PreTrainedModel, adapter: ModelAdapter) -> str | Non
 
 
 def _try_padding(model: PreTrainedModel, adapter: ModelAdapter) -> bool:
-    """`hides_padding`, tried with a prompt of 7 tokens behind 5 columns of padding, and one token more."""
+    """`hides_padding`, tried with a prompt of 7 tokens after 5 columns of padding, and one token more."""
     tokens = torch.from_numpy(np.random.default_rng(0).integers(0, vocabulary_of(model), (2, 13)))
     mask = torch.ones_like(tokens)
     mask[0, :5] = 0

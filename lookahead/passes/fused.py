@@ -455,8 +455,8 @@ class FusedRunner(EagerRunner):
             for name in executor.rotaries:
                 cos, sin = self._page.rotary_tables(like, positions, name)
                 tables[name] = cos.float().contiguous(), sin.float().contiguous()
-            turns_all = all(cos.shape[1] == executor.rotaries[name] for name, (cos, _) in tables.items())
-            if not (executor.can_turn_by(tables) and (turns_all or self._page.turns_part)):
+            rotates_all = all(cos.shape[1] == executor.rotaries[name] for name, (cos, _) in tables.items())
+            if not (executor.can_rotate_by(tables) and (rotates_all or self._page.rotates_part)):
                 self._executor = None
                 raise UnknownModelError("its rotary embedding does not fit its heads")
             longest = min([count, *(len(cos) for cos, _ in tables.values())])

@@ -275,7 +275,7 @@ class StepGraphs:
         if not self._positions:
             self._make_tables()
         if (most := positions.max()) >= self._positions:
-            raise IndexError(f"position {most} lies behind the table of {self._positions} positions")
+            raise IndexError(f"position {most} lies beyond the table of {self._positions} positions")
         if rows not in self._inputs:
             with torch.inference_mode(False):  # tensors made in inference mode can never be written to outside of it
                 self._inputs[rows] = (
@@ -295,7 +295,7 @@ class StepGraphs:
             page, program = page_of(self._model), self._running
             for name, size in program.rotaries.items():
                 cos, sin = page.rotary_tables(like, positions, name)
-                if cos.shape != sin.shape or not (cos.shape[1] == size or page.turns_part):
+                if cos.shape != sin.shape or not (cos.shape[1] == size or page.rotates_part):
                     raise RuntimeError("the rotary embedding does not fit the heads")
                 self._tables[name] = cos, sin
         stops = [len(cos) for cos, _ in self._tables.values() if len(cos) < self._buffers.room]
@@ -308,11 +308,11 @@ class StepGraphs:
             ids, positions, start = numbers.split([rows, rows, 1])
             columns = start + torch.arange(rows, device=start.device)
             all_columns = torch.arange(shown, device=start.device)
-            behind = (all_columns >= start).expand(rows, shown).index_copy(1, columns, ~ancestors)
+            after = (all_columns >= start).expand(rows, shown).index_copy(1, columns, ~ancestors)
             distances = positions[:, None] - all_columns.index_copy(0, columns, positions)
             program, hidden = self._running, dict[int, torch.Tensor]()
             for window, layers in self._windows.items():
-                hidden |= dict.fromkeys(layers, behind if window is None else behind | (distances >= window))
+                hidden |= dict.fromkeys(layers, after if window is None else after | (distances >= window))
             caches = {layer: self._buffers.keys_and_values(i, shown) for i, layer in enumerate(program.caches)}
             found = static.StaticPass(program, ids, positions, self._tables, caches, columns, hidden, self._wanted)
             return found.logits, found.outputs

@@ -183,7 +183,7 @@ class _Head:
         self._gate, self._up = (_Linear.from_file(file, f"{layer}mlp.{x}_proj", inner, hidden) for x in ("gate", "up"))
         self._down = _Linear.from_file(file, layer + "mlp.down_proj", hidden, inner)
         self._activation = ACT2FN[config.hidden_act]
-        self._norm_behind = file.read(layer + "post_attention_layernorm.weight", hidden)
+        self._norm_after = file.read(layer + "post_attention_layernorm.weight", hidden)
 
     def _read_vocabulary(self, file: Checkpoint) -> np.ndarray | None:
         file.read_ids("t2d")  # says the same as d2t
@@ -233,7 +233,7 @@ class _Head:
             queries, keys[None], values[None], sees[None, None], enable_gqa=len(queries[0]) != len(keys)
         )
         stream = stream + self._out(attended[0].transpose(0, 1).reshape(len(tokens), -1))
-        normed = self._normed(stream, self._norm_behind)
+        normed = self._normed(stream, self._norm_after)
         return stream + self._down(self._activation(self._gate(normed)) * self._up(normed))
 
     def logits(self, features: torch.Tensor, depths: list[int]) -> torch.Tensor:

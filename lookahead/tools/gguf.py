@@ -88,7 +88,7 @@ def _in_blocks(file: "_File", path: Path) -> PreTrainedModel:
     model.tie_weights()
     table, head = model.get_input_embeddings(), model.get_output_embeddings()
     if config["tie_word_embeddings"] and isinstance(table, BlocksEmbedding):
-        model.set_output_embeddings(BlocksLinear(table.weight, table.form, head.bias))
+        model.set_output_embeddings(BlocksLinear(table.weight, table.format, head.bias))
     if any(parameter.is_meta for parameter in model.parameters()):
         raise UnknownModelError(f"{path} lacks tensors")
     return model.eval()
@@ -101,7 +101,7 @@ def _keep(model: nn.Module, conversion: Conversion, name: str, blocks: torch.Ten
     if kind.name not in Format.__members__ or blocks.ndim != 2 or weight != "weight":
         return False
     module: Any = model.get_submodule(place)
-    form = Format[kind.name]
+    format = Format[kind.name]
     is_table = isinstance(module, nn.Embedding) and module.max_norm is None
     is_scaled = is_table and type(module).__name__.endswith("ScaledWordEmbedding")
     is_known = type(module) in (nn.Linear, nn.Embedding) or is_scaled
@@ -114,7 +114,7 @@ def _keep(model: nn.Module, conversion: Conversion, name: str, blocks: torch.Ten
     kept = nn.Parameter(blocks, requires_grad=False)
     scale = torch.as_tensor(module.embed_scale) if is_scaled else None
     model.set_submodule(
-        place, BlocksEmbedding(kept, form, scale) if is_table else BlocksLinear(kept, form, module.bias)
+        place, BlocksEmbedding(kept, format, scale) if is_table else BlocksLinear(kept, format, module.bias)
     )
     return True
 
@@ -216,9 +216,9 @@ class _File:
         weights, size = GGML_QUANT_SIZES[tensor.kind]
         return self._start + tensor.offset, (*rows, inputs // weights * size)
 
-    def _next(self, form: str) -> tuple:
-        found = struct.unpack_from(form := "<" + form, self._bytes, self._at)
-        self._at += struct.calcsize(form)
+    def _next(self, format: str) -> tuple:
+        found = struct.unpack_from(format := "<" + format, self._bytes, self._at)
+        self._at += struct.calcsize(format)
         return found
 
     def _text(self) -> str:

@@ -78,7 +78,7 @@ class Batch:
     chances: torch.Tensor
     is_written: torch.Tensor  # [batch, n], bool: whether the model has written the token
 
-    def behind(self, places: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def after(self, places: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The targets after each token that has another one ``places`` places before it.
 
         Returns which of these tokens count, bool [batch, n - places], then their `likely` and `chances`.
@@ -122,9 +122,9 @@ class MedusaHeads(nn.ModuleList):
         super().__init__([MedusaHead(projection) for _ in range(count)])
 
     def said(self, batch: Batch) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """For each depth: the places that count, logits, and the target; see `Batch.behind`."""
+        """For each depth: the places that count, logits, and the target; see `Batch.after`."""
         for depth, head in enumerate(self, 1):
-            counts, likely, chances = batch.behind(depth)
+            counts, likely, chances = batch.after(depth)
             yield counts, head(batch.states[:, :-depth][counts].float()), likely, chances
 
 
@@ -225,8 +225,8 @@ class EagleHead(nn.Module):
             features = functional.pad(made[:, :-1], (0, 0, 1, 0))
 
     def said(self, batch: Batch) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """For each depth: the places that count, logits, and the target; see `Batch.behind`."""
-        counts, likely, chances = batch.behind(1)
+        """For each depth: the places that count, logits, and the target; see `Batch.after`."""
+        counts, likely, chances = batch.after(1)
         for made in self.features(batch, SELF_FED):
             kept = made[counts]
             logits = self.lm_head(rms_norm(kept, self.norm)) if self.is_third else kept @ self._projection[0].T

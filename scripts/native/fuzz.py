@@ -167,7 +167,7 @@ class RandomProgram:
         self.operations: list[op.Operation] = []
         self.kept = 0
         self.offset, self.rounds_once = rng.choice([0.0, 1.0]), rng.random() < 0.5
-        self.is_centered, self.turns_once = rng.random() < 0.25, rng.random() < 0.5
+        self.is_centered, self.rotates_once = rng.random() < 0.25, rng.random() < 0.5
         self.residual, self.activation = rng.choice([1.0, 0.5]), rng.choice([*ACTIVATIONS, "gelu_new", "gelu_bloom"])
         self.is_interleaved = rng.random() < 0.3
 
@@ -240,7 +240,7 @@ class RandomProgram:
         name = self.rng.choice(["", "other", None])
         if name is not None:
             q, k = (
-                self.add(op.Rotary(part, Value(part.width), size, name, self.turns_once, self.is_interleaved))
+                self.add(op.Rotary(part, Value(part.width), size, name, self.rotates_once, self.is_interleaved))
                 for part in (q, k)
             )
         layer = self.next_layer()
@@ -249,21 +249,21 @@ class RandomProgram:
         return self.attended(q, layer, size, value_size, x.width)
 
     def latent_attention(self, x: Value) -> Value:
-        turned, latent, heads = self.size, products.STRIDE[self.dtype] * self.rng.randint(1, 4), self.heads
-        width, value_size = self.rng.choice([turned, 2 * turned, 3 * turned]), self.size
+        rotated, latent, heads = self.size, products.STRIDE[self.dtype] * self.rng.randint(1, 4), self.heads
+        width, value_size = self.rng.choice([rotated, 2 * rotated, 3 * rotated]), self.size
         weight = self.numbers(heads * (width + value_size), latent)
-        q, c, k = self.products(x, heads * (width + turned), latent, turned)
-        group, name = width // turned + 1, self.rng.choice(["", "other"])
-        rest = self.add(Select(q, Value(heads * width), turned, group, 0, group - 1))
-        q = self.add(Select(q, Value(heads * turned), turned, group, group - 1))
+        q, c, k = self.products(x, heads * (width + rotated), latent, rotated)
+        group, name = width // rotated + 1, self.rng.choice(["", "other"])
+        rest = self.add(Select(q, Value(heads * width), rotated, group, 0, group - 1))
+        q = self.add(Select(q, Value(heads * rotated), rotated, group, group - 1))
         separates = self.rng.random() < 0.5
-        settings = turned, name, self.turns_once, separates or self.is_interleaved, separates
+        settings = rotated, name, self.rotates_once, separates or self.is_interleaved, separates
         q, k = (self.add(op.Rotary(part, Value(part.width), *settings)) for part in (q, k))
         sought = self.add(HeadProducts(rest, Value(heads * latent), weight, heads, 0, True))
         q = self.add(Join(sought, Value(sought.width + q.width), q, heads))
-        layer, size = self.next_layer(), latent + turned
+        layer, size = self.next_layer(), latent + rotated
         self.operations.append(op.Append(self.norm(c, latent), k, layer, latent))
-        self.shapes[layer] = latent, turned
+        self.shapes[layer] = latent, rotated
         self.latents.add(layer)
         found = op.Attend(q, Value(heads * latent), layer, size, 1, size**-0.5, is_latent=True)
         values = HeadProducts(self.add(found), Value(heads * value_size), weight, heads, width, False)
@@ -326,7 +326,7 @@ class RandomProgram:
         of_heads = [self.numbers(heads) for _ in range(3)]
         found = self.add(Scan(q, Value(width), k, v, times, *of_heads, layer, heads, keys))
         weight = self.numbers(width, mean=1.0) if self.rng.random() < 0.8 else None
-        flags = {"rounds_once": self.rng.random() < 0.5, "gates_behind": self.rng.random() < 0.5}
+        flags = {"rounds_once": self.rng.random() < 0.5, "gates_after": self.rng.random() < 0.5}
         normed = GatedNorm(
             found, Value(width), weight, 1e-5, of_heads=True, size=width // key_heads, gate=gate, **flags
         )

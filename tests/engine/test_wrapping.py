@@ -138,7 +138,7 @@ def test_what_took_a_call_over_is_said():
         last = model.lookahead.last
         assert reason in last.plain
         assert last.steps == 0
-        assert str(last).startswith("plain decoding: lookahead does not decode")
+        assert str(last).startswith("the model's own decoding: lookahead does not decode")
         assert last.as_dict()["plain"] == last.plain
         assert reason in model.lookahead.report()
     assert model.lookahead.stats.calls == 1

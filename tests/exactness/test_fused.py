@@ -607,7 +607,7 @@ def test_other_sequences_do_not_change_a_bit(family, heads, held, threads, dtype
     seed=st.integers(0, 99),
 )
 def test_it_reads_prompts_as_the_model_does(family, counts, at_once, keep, dtype, packs, seed):
-    """The parts of a prompt, one behind the other. packs: all weights are numbers of bf16, which are packed."""
+    """The parts of a prompt, one after the other. packs: all weights are numbers of bf16, which are packed."""
     note(f"{family=} {counts=} {at_once=} {keep=} {dtype=} {packs=} {seed=}")
     dtype = torch.float32 if family in MIXTURES else dtype
     model = tiny_model(family, seed, max_position_embeddings=1024, **sizes(family, 64, 64, 16))
@@ -738,7 +738,7 @@ def test_padding_that_the_model_counts_as_positions_is_left_to_it():
 
 
 def of_both(runners, held, rows):
-    """What runners say of a random tree of this many guesses, behind this many tokens that the first of them reads."""
+    """What runners say of a random tree of this many guesses, after this many tokens that the first of them reads."""
     rng = np.random.default_rng(held)
     caches = [runners[0].adapter.make_cache() for _ in runners]
     prompt = torch.from_numpy(rng.integers(3, 97, (1, held)))
@@ -833,7 +833,7 @@ def test_rounded_scores_choose_the_experts_that_the_model_chooses(keeps_biases):
 
 @pytest.mark.parametrize("family", ["bloom", "falcon"])
 def test_biases_of_keys_reach_far(family):
-    """Behind 8,192 positions, too."""
+    """After 8,192 positions, too."""
     model = tiny_model(family, max_position_embeddings=2**16, **({"alibi": True} if family == "falcon" else {}))
     adapter = capabilities.find_adapter(model)
     runners = EagerRunner(model, adapter), FusedRunner(model, adapter)
@@ -1079,14 +1079,14 @@ def written_by_data(parameter, place, number):
 @given(
     family=st.sampled_from(FAMILIES),
     count=st.integers(2, 330),
-    portion=st.integers(1, 330),
+    chunk_size=st.integers(1, 330),
     at_once=st.sampled_from([20, 70, fused.MOST_AT_ONCE]),
     dtype=st.sampled_from(DTYPES),
     seed=st.integers(0, 99),
 )
-def test_a_prompt_holds_the_same_bits_in_whatever_portions_it_is_read(family, count, portion, at_once, dtype, seed):
+def test_a_prompt_holds_the_same_bits_in_whatever_chunks_it_is_read(family, count, chunk_size, at_once, dtype, seed):
     """Those of single tokens, where it is read as steps are."""
-    note(f"{family=} {count=} {portion=} {at_once=} {dtype=} {seed=}")
+    note(f"{family=} {count=} {chunk_size=} {at_once=} {dtype=} {seed=}")
     model = tiny_model(family, seed, max_position_embeddings=1024, **sizes(family, 64, 64, 16)).to(dtype)
     adapter = capabilities.find_adapter(model)
     layers = first_and_last(family)
@@ -1095,7 +1095,7 @@ def test_a_prompt_holds_the_same_bits_in_whatever_portions_it_is_read(family, co
     prompt = torch.from_numpy(np.random.default_rng(seed).integers(3, 97, (1, count)))
     found = []
     with torch.no_grad(), mock.patch("lookahead.passes.fused.MOST_AT_ONCE", at_once):
-        for size in (1, portion):
+        for size in (1, chunk_size):
             cache = adapter.make_cache()
             outputs = [runner.prefill(part, cache, count, as_steps=True) for part in prompt.split(size, dim=1)]
             found.append([torch.cat([output.logits for output in outputs])])

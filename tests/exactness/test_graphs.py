@@ -681,7 +681,7 @@ def test_positions_end_with_their_table():
     static = with_graphs.begin(prefilled(runner, torch.arange(3, 42)[None]))
     with_graphs.run([lay_out(5, GuessTree.empty())], static)
     static.commit([lay_out(5, GuessTree.empty())], [[0]])
-    with pytest.raises(IndexError, match="position 40 lies behind the table of 40 positions"):
+    with pytest.raises(IndexError, match="position 40 lies beyond the table of 40 positions"):
         with_graphs.run([lay_out(5, GuessTree.empty())], static)
 
 

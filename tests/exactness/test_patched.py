@@ -56,12 +56,12 @@ def scaled(function, by=1.3):
     return other
 
 
-def later(function, behind=24):
+def later(function, after=24):
     """A rotary embedding that stops at a position beyond those that the probe tries."""
 
     @functools.wraps(function)
     def other(self, x, position_ids):
-        return function(self, x, position_ids.clamp(max=behind))
+        return function(self, x, position_ids.clamp(max=after))
 
     return other
 
@@ -222,14 +222,14 @@ def test_registered_attention_computes_the_text(how, is_before):
 
 
 def test_our_attention_stands_in_for_that_of_transformers_alone():
-    assert attention.is_registered()
+    assert attention.register()
     mine = lambda *args, **kwargs: attention.sdpa(*args, **kwargs)  # noqa: E731
     try:
         AttentionInterface.register("sdpa", mine)
-        assert not attention.is_registered()
+        assert not attention.register()
         assert transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS["sdpa"] is mine
         AttentionInterface.register("sdpa", attention.sdpa)
-        assert attention.is_registered(), "transformers' own is replaced again"
+        assert attention.register(), "transformers' own is replaced again"
     finally:
         AttentionInterface.register("sdpa", attention.attend)
 

@@ -336,14 +336,14 @@ def test_limits_of_time_steps(model_type):
             assert model.lookahead.last.plain == ""
 
 
-def test_padding_that_is_read_in_portions():
-    """In a portion of one column, transformers hides nothing from the states, and has no limits of time steps."""
+def test_padding_that_is_read_in_chunks():
+    """In a chunk of one column, transformers hides nothing from the states, and has no limits of time steps."""
     rng, left_to_the_model = random.Random(5), 0
     model = random_model(tiny_config("granitemoehybrid"))
     for _ in range(12):
-        portion = rng.choice([1, 2, 3, 8])
-        prompts = [prompt_of(rng)[:, :1], prompt_of(rng)[:, : rng.randint(1, 3 * portion)]]
-        options = GREEDY | {"prefill_chunk_size": portion}
+        chunk_size = rng.choice([1, 2, 3, 8])
+        prompts = [prompt_of(rng)[:, :1], prompt_of(rng)[:, : rng.randint(1, 3 * chunk_size)]]
+        options = GREEDY | {"prefill_chunk_size": chunk_size}
         stats = check_identical(model, prompts, options, LookaheadConfig(pool_memory_mb=0.1), 0)
         left_to_the_model += "prefill_chunk_size" in stats.plain
     assert left_to_the_model

@@ -98,18 +98,18 @@ def written(model, ids, seed, **options):
     ),
     budget=st.sampled_from([0, 3, 16]),
     apart=st.integers(0, 7),
-    portion=st.sampled_from([None, 3]),
+    chunk_size=st.sampled_from([None, 3]),
 )
-def test_each_text_is_the_one_that_it_is_alone(family, dtype, calls, budget, apart, portion):
+def test_each_text_is_the_one_that_it_is_alone(family, dtype, calls, budget, apart, chunk_size):
     """In bfloat16, too: a row's logits do not depend on other rows."""
-    note(f"{family=} {dtype=} {calls=} {budget=} {apart=} {portion=}")
+    note(f"{family=} {dtype=} {calls=} {budget=} {apart=} {chunk_size=}")
     model, _ = sharp_model(family, (4, 4, 16), 20, dtype)
     lookahead.wrap(model, LookaheadConfig(budget=budget))
 
     def arguments(seed, length, temperature):
         sampling = {"do_sample": temperature is not None} | ({"temperature": temperature} if temperature else {})
         ids = random_prompt(random.Random(seed))
-        return {"ids": ids, "seed": seed, "max_new_tokens": length, "prefill_chunk_size": portion} | sampling
+        return {"ids": ids, "seed": seed, "max_new_tokens": length, "prefill_chunk_size": chunk_size} | sampling
 
     alone = [written(model, **arguments(*settings)) for settings in calls]
     found = together(model, [arguments(*settings) for settings in calls], apart)
@@ -130,15 +130,15 @@ def test_a_step_runs_one_pass_for_all(companies):
     assert sum(companies) > 3 * len(companies)
 
 
-@pytest.mark.parametrize(("of_portion", "of_step"), [(1, 5), (2, 3), (5, 1)])
-def test_a_first_token_waits_for_twice_the_reading_of_prompts(monkeypatch, of_portion, of_step):
-    """By a clock that portions and steps move on, while another text is written."""
+@pytest.mark.parametrize(("of_chunk", "of_step"), [(1, 5), (2, 3), (5, 1)])
+def test_a_first_token_waits_for_twice_the_reading_of_prompts(monkeypatch, of_chunk, of_step):
+    """By a clock that chunks and steps move on, while another text is written."""
     now, first = 0.0, {}
     go_on, run_together = sequences._Text.go_on, sequences.run_together
 
     def goes_on(text, output=None):
         nonlocal now
-        now += of_portion if output is None else 0
+        now += of_chunk if output is None else 0
         go_on(text, output)
 
     def runs(passes, weights_may_change):
@@ -175,7 +175,7 @@ def test_a_first_token_waits_for_twice_the_reading_of_prompts(monkeypatch, of_po
         texts.step()
     reading = 0
     for number, length in enumerate(lengths):
-        reading += of_portion * -(-length // 8)
+        reading += of_chunk * -(-length // 8)
         assert first[number] - begun <= 2 * reading + of_step
     assert list(first) == sorted(first)
 

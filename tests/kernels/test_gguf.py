@@ -216,4 +216,4 @@ def test_forms_that_our_kernels_do_not_read_are_left_to_the_model(monkeypatch):
         expected = model.generate(torch.arange(3, 12)[None], **GREEDY).tolist()
         lookahead.wrap(model)
         assert model.generate(torch.arange(3, 12)[None], **GREEDY).tolist() == expected
-        assert "IQ3_S, a form of GGUF that our kernels do not read" in model.lookahead.report()
+        assert "IQ3_S, a format of GGUF that our kernels do not read" in model.lookahead.report()

@@ -532,12 +532,12 @@ def test_a_rotary_embedding_of_another_width():
     runner = FusedRunner(model, find_adapter(model))
     ready = runner._executor
     good = torch.zeros(20, 8)
-    assert ready.can_turn_by({"": (good, good)})
+    assert ready.can_rotate_by({"": (good, good)})
     for cos, sin in [
         (good, torch.zeros(20, 6)), (torch.zeros(20, 10),) * 2, (torch.zeros(20, 7),) * 2, (good.double(),) * 2,
         (torch.zeros(20, 16)[:, ::2],) * 2, (torch.zeros(8),) * 2, (torch.zeros(20, 0),) * 2,
     ]:  # fmt: skip
-        assert not ready.can_turn_by({"": (cos, sin)})
+        assert not ready.can_rotate_by({"": (cos, sin)})
     rows = executor.Rows(np.array([3]), np.array([1]), [(0, 0, 0, 0)] * 2, [0] * 2, [], 0)
     with pytest.raises(ValueError, match="only 20 of them"):
         ready.run([rows._replace(positions=np.array([20]))], {"": (good, good)})

@@ -328,7 +328,7 @@ def test_logits_rows_keep_their_likeliest_tokens():
 
 
 def test_a_context_without_its_newest_token_speaks_where_that_is_new():
-    """After a rejected guess, the model's predictions behind it are evidence for the token that came instead."""
+    """After a rejected guess, the model's predictions after it are evidence for the token that came instead."""
     pool = NgramPool(1)
     pool.learn_next([[7, 8, 1]], [[50]], [[1.0]])
     pool.learn([60, 61, 62])

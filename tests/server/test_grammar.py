@@ -371,14 +371,14 @@ CALLS = {"open": "<call>", "close": "</call>", "content": "json", "transform": {
     ],
 )  # fmt: skip
 def test_references_of_a_tool_begin_at_its_own_schema(model, schema, good, bad):
-    """As they do where the schema is that of an answer: a call allows the same, behind the name of the tool."""
+    """As they do where the schema is that of an answer: a call allows the same, after the name of the tool."""
     tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
     grammars = Grammars(tokenizer, {"fields": {"tool_calls": CALLS}}, model.config.vocab_size, {tokenizer.eos_token_id})
     schema, name = {"type": "object", "additionalProperties": False, **schema}, 'f\u00fc"r'
     tools = [{"function": {"name": name, "parameters": one}} for one in (schema, A_CITY)]
     tools[1]["function"]["name"] = "other"
     prompt = Prompt([1], [], tools=tools)
-    for demand, before, behind in (
+    for demand, before, after in (
         (Demand(schema), "", ""),
         (
             Demand(calls=(name, "other")),
@@ -388,7 +388,7 @@ def test_references_of_a_tool_begin_at_its_own_schema(model, schema, good, bad):
     ):
         compiled = grammars.compiled(grammars.text(demand, prompt if before else Prompt([1], []), many=False))
         for value, allowed in ((good, True), (bad, False)):
-            ids = tokenizer(before + json.dumps(value, ensure_ascii=False) + behind, add_special_tokens=False).input_ids
+            ids = tokenizer(before + json.dumps(value, ensure_ascii=False) + after, add_special_tokens=False).input_ids
             text = compiled.deep_copy()
             assert (text.validate_tokens(ids) == len(ids)) == allowed, (before, value)
     for untyped in ({"properties": {"a": {"const": 1}}}, {"$ref": "#/$defs/City", "$defs": {"City": A_CITY}}, {}, None):
@@ -405,10 +405,10 @@ def test_references_of_a_tool_begin_at_its_own_schema(model, schema, good, bad):
     assert "%json" not in str(refused.value)
 
 
-@pytest.mark.parametrize("behind", ["", "x"])
-def test_a_special_token_that_a_pattern_allows_alone_is_refused_as_it_comes(model, grammars, behind):
+@pytest.mark.parametrize("after", ["", "x"])
+def test_a_special_token_that_a_pattern_allows_alone_is_refused_as_it_comes(model, grammars, after):
     """Otherwise the text would end there, or have nothing at that place."""
-    schema = {"type": "string", "pattern": f"^a{re.escape(grammars.tokenizer.eos_token)}{behind}$"}
+    schema = {"type": "string", "pattern": f"^a{re.escape(grammars.tokenizer.eos_token)}{after}$"}
     with pytest.raises(RefusedError, match="special token"):
         decode(model, grammars, schema, "x = ", guesses=True, max_new_tokens=20)
     ids, _ = decode(model, grammars, {"const": "b"}, "x = ", guesses=True, max_new_tokens=20)

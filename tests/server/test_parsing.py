@@ -151,9 +151,9 @@ def test_parts_do_not_depend_on_the_pieces(written, random):
 def test_a_text_in_a_call_may_hold_what_ends_a_call(tokenizer, value, size, is_second):
     call = json.dumps({"name": "f</tool_call>", "arguments": {"x": value}}, ensure_ascii=False)
     first = '<tool_call>{"name": "f", "arguments": {"a": "\\\\"}}</tool_call>\n' * is_second
-    found = parts(tokenizer, AS_JSON, f"{first}<tool_call>\n{call}\n</tool_call>behind<|im_end|>", size=size)
+    found = parts(tokenizer, AS_JSON, f"{first}<tool_call>\n{call}\n</tool_call>after<|im_end|>", size=size)
     wanted = [Call("f", '{"a": "\\\\"}')] * is_second
-    assert found == [*wanted, Call("f</tool_call>", json.dumps({"x": value})), (TEXT, "behind")]
+    assert found == [*wanted, Call("f</tool_call>", json.dumps({"x": value})), (TEXT, "after")]
 
 
 @pytest.mark.parametrize("size", [1, 7, 1000])

@@ -662,7 +662,7 @@ def thinking():
 
 @pytest.mark.parametrize("most", [6, 14, 200])
 def test_the_part_of_a_response_that_its_length_has_cut_is_incomplete(thinking, most):
-    """What has ended before is not. The cut falls into the reasoning, into the message behind it, or nowhere."""
+    """What has ended before is not. The cut falls into the reasoning, into the message after it, or nowhere."""
     options = {"model": "writing", "max_output_tokens": most, "temperature": 0}
     options["input"] = "<think>ab</think>return x, y, z, 1, 2, 3, 4"
     whole = thinking.responses.create(**options)

@@ -117,7 +117,7 @@ def status_of(client: socket.socket) -> int:
     """Return the status of the answer to a request, and see the connection end."""
     client.settimeout(30)
     said = b""
-    with contextlib.suppress(ConnectionResetError):  # so it ends where something was sent behind the answer
+    with contextlib.suppress(ConnectionResetError):  # so it ends where something was sent after the answer
         while piece := client.recv(4096):
             said += piece
     return int(said.split()[1])

@@ -317,17 +317,17 @@ def test_answers_after_a_hit_are_those_of_the_cold_prompt(dtype, samples, seed):
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     samples=st.booleans(),
     most=st.sampled_from([1, 2_000_000, 2**30]),
-    portion=st.sampled_from([16, 128]),
+    chunk_size=st.sampled_from([16, 128]),
     seed=st.integers(0, 999),
 )
-def test_what_prompts_that_come_together_share_is_read_once(dtype, samples, most, portion, seed):
+def test_what_prompts_that_come_together_share_is_read_once(dtype, samples, most, chunk_size, seed):
     """Several answers to each, and prompts that begin alike: they find what is read, though nothing has ended yet."""
-    note(f"{dtype=} {samples=} {most=} {portion=} {seed=}")
+    note(f"{dtype=} {samples=} {most=} {chunk_size=} {seed=}")
     model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=dtype).eval()
     lookahead.wrap(model, CONFIG)
     tokenizer, rng = AutoTokenizer.from_pretrained(DEMO_MODEL), random.Random(seed)
     warm, cold = (generations(model, tokenizer, size, 8) for size in (most, 0))
-    warm._portion = portion
+    warm._chunk_size = chunk_size
     wishes = {"seed": seed, "settings": {"do_sample": samples}}
     shared = [rng.randrange(3, 4000) for _ in range(rng.randint(20, 300))]
     prompts = [shared + [rng.randrange(3, 4000) for _ in range(rng.randint(1, 40))] for _ in range(3)]
@@ -345,7 +345,7 @@ def test_a_prompt_is_read_on_where_one_that_it_waits_for_fails_or_goes(tokenizer
     """Those that wait for their turn to be read are read, whatever becomes of those before them."""
     model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL).eval()
     of = generations(lookahead.wrap(model, CONFIG), tokenizer, 2**30, 8)
-    of._portion, ids = 16, [3 + number % 90 for number in range(300)]
+    of._chunk_size, ids = 16, [3 + number % 90 for number in range(300)]
     (alone,), _ = answer(of, ids, 12, settings={"do_sample": False})
     of._prefixes._kept.clear()
     generate, ended = of._generate, {}
@@ -502,7 +502,7 @@ def test_a_prompt_that_is_cancelled_is_read_no_further(family, tokenizer):
     first, greedy = list(range(3, 60)), {"do_sample": False}
     answer(of, first, 12, settings=greedy)
     for count in (3, 1, 9):
-        of._portion, steps, step, begun = 4, [], of._sequences.step, queue.SimpleQueue()
+        of._chunk_size, steps, step, begun = 4, [], of._sequences.step, queue.SimpleQueue()
         longer = [*first, *(3 + (count * number) % 90 for number in range(400))]
 
         def counted(weights_may_change, count=count, steps=steps, step=step, begun=begun):
@@ -518,7 +518,7 @@ def test_a_prompt_that_is_cancelled_is_read_no_further(family, tokenizer):
         assert ended.wait(60)
         of._sequences.step = step
         assert len(steps) < count + 3  # of a hundred
-        of._portion = None
+        of._chunk_size = None
         ids = [*first, *(70 + count for _ in range(6))]
         (text,), (cached,) = answer(of, ids, 12, settings=greedy)
         wanted = plain.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False)[0, len(ids) :]

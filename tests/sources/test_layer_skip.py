@@ -71,7 +71,7 @@ def bypassed(model, skipped):
 
 
 def said_after(model, skipped, committed, drafted):
-    """Logits [n, vocabulary] of the drafted tokens without the skipped layers, behind committed ones with all."""
+    """Logits [n, vocabulary] of the drafted tokens without the skipped layers, after committed ones with all."""
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
         model(torch.tensor([committed]), past_key_values=cache)
@@ -202,7 +202,7 @@ def state_of(cache):
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "gpt2", "gpt_neox", "opt", "qwen3_moe"])
 @pytest.mark.parametrize(("skipped", "batch"), [((), 3), ((1,), 1), ((0, 2), 3), ((1, 2, 3), 1)])
 def test_what_is_drafted_is_what_the_kept_layers_say(model_type, skipped, batch):
-    """Behind the committed tokens, which all layers have computed; and the cache is left as it was."""
+    """After the committed tokens, which all layers have computed; and the cache is left as it was."""
     model = deep_model(model_type)
     source = Recorded(model, skipped)
     source.seen = []

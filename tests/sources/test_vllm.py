@@ -116,8 +116,8 @@ class Engine:
         """Verify the drafts, write, let the proposers draft and the mirror learn; those that end leave afterwards."""
         sampled = []
         for row, request in enumerate(self.rows):
-            behind = self.tokens[row, len(request.text) :]
-            behind[: len(request.draft)] = request.draft  # vLLM keeps what is verified there, accepted or not
+            after = self.tokens[row, len(request.text) :]
+            after[: len(request.draft)] = request.draft  # vLLM keeps what is verified there, accepted or not
             new = []
             if request.chunks:
                 request.chunks -= 1

@@ -105,7 +105,7 @@ def weights_of(model):
     found = {name: tensor for name, tensor in model.state_dict().items() if tensor.dtype == torch.float32}
     for name, module in model.named_modules():
         if isinstance(module, (BlocksLinear, BlocksEmbedding)):
-            found[f"{name}.weight"] = unpacked(module.weight, module.form)
+            found[f"{name}.weight"] = unpacked(module.weight, module.format)
         if isinstance(module, BlocksExperts):
             gate, up, down = (
                 torch.stack([unpacked(one.weight, one.format) for one in module.linears(f"{part}_proj")])
@@ -163,7 +163,7 @@ def test_experts_stay_in_blocks(tmp_path_factory, family, kinds, seed):
     plain, model = by_transformers(path), lookahead.load_gguf(path)
     experts = [module for module in model.modules() if isinstance(module, BlocksExperts)]
     assert len(experts) == 2
-    places = {getattr(one, name).untyped_storage().data_ptr() for one in experts for name in one.forms}
+    places = {getattr(one, name).untyped_storage().data_ptr() for one in experts for name in one.formats}
     assert len(places) == 1, "they lie in the file"
     expected, found = weights_of(plain), weights_of(model)
     assert found.keys() == expected.keys()
@@ -209,7 +209,7 @@ def test_layers_in_blocks_compute_gradients_and_other_dtypes(tmp_path):
     torch.manual_seed(0)
     blocks = torch.from_numpy(random_blocks(Kind.Q4_K, 30, 512, np.random.default_rng(0), 0.1))
     layer = BlocksLinear(torch.nn.Parameter(blocks, requires_grad=False), Format.Q4_K)
-    weight, input = unpacked(blocks, layer.form), torch.randn(3, 512, requires_grad=True)
+    weight, input = unpacked(blocks, layer.format), torch.randn(3, 512, requires_grad=True)
     layer(input).sum().backward()
     torch.testing.assert_close(input.grad, weight.sum(0).expand(3, -1))
     with torch.no_grad():

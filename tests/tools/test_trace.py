@@ -289,7 +289,7 @@ def test_a_notebook_shows_the_last_call(traced):
     total += stats
     assert total.tokens == stats.tokens
     assert total.trace is None
-    assert Stats(plain="<b>")._repr_html_() == "<pre>plain decoding: lookahead does not decode &lt;b&gt;</pre>"
+    assert Stats(plain="<b>")._repr_html_().endswith("lookahead does not decode &lt;b&gt;</pre>")
 
 
 def test_plain_decoding_that_was_not_run_has_no_times(traced):

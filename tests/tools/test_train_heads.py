@@ -153,7 +153,7 @@ def test_what_counts(read):
     example = read_by(model, texts[:3], (8,))
     batch = batch_of(example, torch.arange(VOCABULARY))
     for places in (1, 3):
-        counts, likely, chances = batch.behind(places)
+        counts, likely, chances = batch.after(places)
         expected = [
             [text.begin - 1 <= i < len(text.ids) - 1 for i in range(places, batch.ids.shape[1])] for text in texts[:3]
         ]

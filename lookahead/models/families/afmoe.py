@@ -30,7 +30,7 @@ class Afmoe(WithSharedExperts):
         q, k, v, gate = self.products(x, *self.projections(attention), self.linear(attention.gate_proj))
         q, k = qk_norm(self, q, k, attention)
         if attention.is_local_attention:
-            q, k = self.turned(q, k, attention, name)
+            q, k = self.rotated(q, k, attention, name)
         found = self.attended(q, k, v, attention)
         gated = self._add(op.Gate(gate, Value(gate.width), "sigmoid", found))
         return self.product(gated, attention.o_proj)

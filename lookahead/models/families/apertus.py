@@ -19,8 +19,8 @@ class Apertus(Arcee):
         x = self.add(x, self.attention(self.norm(x, layer.attention_layernorm), layer.self_attn, name))
         return self.add(x, self.mlp(self.norm(x, layer.feedforward_layernorm), layer.mlp))
 
-    def turned(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
-        return super().turned(*qk_norm(self, q, k, attention), attention, name)
+    def rotated(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
+        return super().rotated(*qk_norm(self, q, k, attention), attention, name)
 
     def gate(self, x: Value, activation: Any, by: Value | None = None) -> Value:
         if type(activation) is not XIELUActivation:

@@ -40,7 +40,7 @@ class Beam(WithSharedExperts):
         return self.product(self._add(op.Gate(gate, Value(gate.width), "sigmoid", found)), attention.o_proj)
 
     def has_positions(self, name: str) -> bool:
-        """Whether layers of this type turn their keys. The others scale their queries: a factor of their tables."""
+        """Whether layers of this type rotate their keys. The others scale their queries: a factor of their tables."""
         return self.inner.config.rope_parameters[name] is not None
 
     def rotary_tables(self, like: torch.Tensor, positions: torch.Tensor, name: str) -> list[torch.Tensor]:

@@ -43,7 +43,7 @@ class Bert(Page):
             if i:
                 self.output(x)
             x = self.layer(x, layer)
-        self.head(self.output(self.behind(x, model)))
+        self.head(self.output(self.after_layers(x, model)))
 
     def embedding(self, embeddings: Any, model: Any) -> Value:
         return self.norm(self.sum_of(embeddings), embeddings.LayerNorm)
@@ -65,8 +65,8 @@ class Bert(Page):
             raise UnknownModelError("its embedding changes when it is read (max_norm)")
         return module.weight.detach()
 
-    def behind(self, x: Value, model: Any) -> Value:
-        """What stands behind the last layer."""
+    def after_layers(self, x: Value, model: Any) -> Value:
+        """What comes after the last layer."""
         return x
 
     def layer(self, x: Value, layer: Any) -> Value:
@@ -152,7 +152,7 @@ class RobertaPreLayerNorm(Roberta):
         x = self.add(self.attention(self.norm(x, layer.attention.LayerNorm), layer.attention), x)
         return self.add(self.mlp(self.norm(x, layer.intermediate.LayerNorm), layer), x)
 
-    def behind(self, x: Value, model: Any) -> Value:
+    def after_layers(self, x: Value, model: Any) -> Value:
         return self.norm(x, model.LayerNorm)
 
 
@@ -166,5 +166,5 @@ class XLMRobertaXL(Roberta):
         x = self.add(self.attention(self.norm(x, layer.attention.self_attn_layer_norm), layer.attention), x)
         return self.add(self.mlp(self.norm(x, layer.LayerNorm), layer), x)
 
-    def behind(self, x: Value, model: Any) -> Value:
+    def after_layers(self, x: Value, model: Any) -> Value:
         return self.norm(x, model.encoder.LayerNorm)

@@ -35,7 +35,7 @@ class MegatronBert(WithWrittenAttention):
         x = self.add(x, self.attention(self.norm(x, layer.attention.ln), layer.attention))
         return self.add(x, self.mlp(self.norm(x, layer.ln), layer))
 
-    def behind(self, x: Value, model: Any) -> Value:
+    def after_layers(self, x: Value, model: Any) -> Value:
         return self.norm(x, model.encoder.ln)
 
 
@@ -114,7 +114,7 @@ class Xmod(Roberta):
         more = self.product(self.gate(self.product(normed, adapter.dense1), adapter.adapter_act_fn), adapter.dense2)
         return self.add(more, normed if output.ln_before_adapter else x)
 
-    def behind(self, x: Value, model: Any) -> Value:
+    def after_layers(self, x: Value, model: Any) -> Value:
         return self.norm(x, model.encoder.LayerNorm) if model.encoder.is_pre_norm else x
 
 

@@ -1,4 +1,4 @@
-"""Cohere: attention and MLP read the same normed states, neighbouring numbers turn together, and logits are scaled.
+"""Cohere: attention and MLP read the same normed states, adjacent elements rotate together, and logits are scaled.
 
 Cohere2-MoE is a mixture of experts. Cohere Compass also takes images.
 """
@@ -23,10 +23,10 @@ class Cohere(Llama):
     def layer(self, x: Value, layer: Any, name: str) -> Value:
         return side_by_side(self, x, layer, name)
 
-    def turned(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
+    def rotated(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
         if attention.use_qk_norm:
             raise UnknownModelError("each of its heads has a norm of its own")
-        return super().turned(q, k, attention, name)
+        return super().rotated(q, k, attention, name)
 
     def rotary_tables(self, like: torch.Tensor, positions: torch.Tensor, name: str) -> list[torch.Tensor]:
         return [
@@ -40,10 +40,10 @@ class Cohere(Llama):
 class Cohere2(Cohere):
     slides = "by type"
 
-    def turned(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
+    def rotated(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
         if attention.sliding_window is None and not getattr(attention, "force_rope", False):
             return q, k
-        return Llama.turned(self, q, k, attention, name)
+        return Llama.rotated(self, q, k, attention, name)
 
 
 class Cohere2Moe(Cohere2):
@@ -66,7 +66,7 @@ class Cohere2Moe(Cohere2):
 
 
 class CohereCompass(Llama):
-    """Its text side, whose neighbouring numbers do not turn together. Some types of layers have no positions."""
+    """Its text side, whose adjacent elements do not rotate together. Some types of layers have no positions."""
 
     model_class = "TextModel"
     slides: Slides = "by type"
@@ -76,9 +76,9 @@ class CohereCompass(Llama):
     def layer(self, x: Value, layer: Any, name: str) -> Value:
         return side_by_side(self, x, layer, name)
 
-    def turned(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
+    def rotated(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
         has_positions = self.inner.config.rope_parameters[name] is not None
-        return super().turned(q, k, attention, name) if has_positions else (q, k)
+        return super().rotated(q, k, attention, name) if has_positions else (q, k)
 
     def head(self, x: Value) -> None:
         self.logits(x, self.model.lm_head, factor=float(self.model.logit_scale))

@@ -26,7 +26,7 @@ def convolve(
 
 
 def convolved(page: Page, parts: Sequence[Value], mixer: Any) -> list[Value]:
-    """What a recurrence reads, behind a convolution of it all and an activation."""
+    """What a recurrence reads, after a convolution of it all and an activation."""
     found, first, activation = list[Value](), 0, page._activation(ACT2FN[mixer.activation])
     for part in parts:
         found.append(convolve(page, part, mixer.conv1d, mixer.layer_idx, first, activation))

@@ -30,31 +30,31 @@ class WithSharedExperts(Llama):
 
 
 class Glm4Moe(WithSharedExperts):
-    turns_part = True
+    rotates_part = True
 
-    def turned(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
+    def rotated(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
         q, k = qk_norm(self, q, k, attention) if attention.use_qk_norm else (q, k)
-        return super().turned(q, k, attention, name)
+        return super().rotated(q, k, attention, name)
 
 
 class SolarOpen(WithSharedExperts):
-    turns_part = True
+    rotates_part = True
 
 
 class Dots1(WithSharedExperts):
     slides: Slides = "by type"
 
-    def turned(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
-        return super().turned(*qk_norm(self, q, k, attention), attention, name)
+    def rotated(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
+        return super().rotated(*qk_norm(self, q, k, attention), attention, name)
 
 
 class ExaoneMoe(Dots1):
     mixture_class = "SparseMoEBlock"
 
-    def turned(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
+    def rotated(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
         if attention.sliding_window is not None and not attention.is_sliding:
             return qk_norm(self, q, k, attention)
-        return super().turned(q, k, attention, name)
+        return super().rotated(q, k, attention, name)
 
 
 class HYV3(Dots1):
@@ -69,7 +69,7 @@ class HYV3(Dots1):
 
 class MiniMaxM2(Dots1):
     slides: Slides = "never"
-    turns_part = True
+    rotates_part = True
     dropouts = ("router_jitter_noise",)
 
     def mlp(self, x: Value, mlp: Any) -> Value:
@@ -88,10 +88,10 @@ class Kolibri1(Dots1):
         more = self.mlp(self.norm(x, layer.post_attention_layernorm), layer.mlp)
         return self.add(x, self.norm(more, layer.post_mlp_layernorm))
 
-    def turned(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
+    def rotated(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
         if attention.sliding_window is not None and not attention.is_sliding:
             return qk_norm(self, q, k, attention)
-        return super().turned(q, k, attention, name)
+        return super().rotated(q, k, attention, name)
 
     def mixed(self, x: Value, mlp: Any) -> Value:
         gate = mlp.gate

@@ -38,9 +38,9 @@ class Dbrx(Llama):
     def projections(self, attention: Any) -> list[Linear]:
         return split(self, attention.Wqkv, attention.hidden_size, attention.num_key_value_heads * attention.head_dim)
 
-    def turned(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
+    def rotated(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
         q, k = clipped(self, attention.clip_qkv, q, k)
-        return super().turned(q, k, attention, name)
+        return super().rotated(q, k, attention, name)
 
     def attended(self, q: Value, k: Value, v: Value, attention: Any) -> Value:
         (v,) = clipped(self, attention.clip_qkv, v)

@@ -23,7 +23,7 @@ from lookahead.models.families.parts import embed_scaled, scaled, select, split
 class DeepseekV3(WithSharedExperts):
     def attention(self, x: Value, attention: Any, name: str) -> Value:
         self.own(attention, "Attention")
-        fixed, turned, heads = attention.qk_nope_head_dim, attention.qk_rope_head_dim, attention.num_heads
+        fixed, rotated, heads = attention.qk_nope_head_dim, attention.qk_rope_head_dim, attention.num_heads
         has_latent_queries = attention.q_lora_rank is not None
         of_queries = attention.q_a_proj if has_latent_queries else attention.q_proj
         latent = attention.kv_lora_rank
@@ -32,18 +32,18 @@ class DeepseekV3(WithSharedExperts):
             q = self.product(self.norm_heads(q, attention.q_a_layernorm, q.width), attention.q_b_proj)
         c = self.norm_heads(c, attention.kv_a_layernorm, latent)
         q, c = self.scaled(q, c, attention)
-        size = math.gcd(fixed, turned)
-        group = (fixed + turned) // size
+        size = math.gcd(fixed, rotated)
+        group = (fixed + rotated) // size
         unturned = select(self, q, size, group, 0, fixed // size)
-        q = self.rotary(select(self, q, size, group, fixed // size, turned // size), turned, name)
+        q = self.rotary(select(self, q, size, group, fixed // size, rotated // size), rotated, name)
         makes = self._plain(attention.kv_b_proj, nn.Linear, DecodingLinear)
         if makes.bias is not None:
             raise UnknownModelError("its key projection has a bias")
         weight = makes.weight
         sought = self._add(HeadProducts(unturned, Value(heads * latent), weight, heads, 0, is_transposed=True))
         q = self._add(Join(sought, Value(sought.width + q.width), q, heads))
-        k = self.rotary(k, turned, name)
-        found = self.attend(q, c, k, attention, latent + turned, is_latent=True)
+        k = self.rotary(k, rotated, name)
+        found = self.attend(q, c, k, attention, latent + rotated, is_latent=True)
         out = Value(heads * attention.v_head_dim)
         values = self._add(HeadProducts(found, out, weight, heads, fixed, is_transposed=False))
         return self.product(self.found(x, values, attention), attention.o_proj)
@@ -68,8 +68,8 @@ class DeepseekV2(DeepseekV3):
     rotary_rounds_once = True
 
     def rotary_tables(self, like: torch.Tensor, positions: torch.Tensor, name: str) -> list[torch.Tensor]:
-        turns = self.rotary_module(like, positions)[0]  # complex numbers
-        return [table.repeat(1, 2) for table in (turns.real, turns.imag)]
+        rotations = self.rotary_module(like, positions)[0]  # complex numbers
+        return [table.repeat(1, 2) for table in (rotations.real, rotations.imag)]
 
     def mixed(self, x: Value, mlp: Any) -> Value:
         gate, groups = mlp.gate, (1, 1)

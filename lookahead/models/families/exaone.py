@@ -12,7 +12,7 @@ class Exaone4(Olmo2):
     rotary_rounds_once = False
     slides = "by type"
 
-    def turned(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
+    def rotated(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
         if attention.sliding_window is not None and not attention.is_sliding:
             return qk_norm(self, q, k, attention)
-        return super().turned(q, k, attention, name)
+        return super().rotated(q, k, attention, name)

@@ -10,7 +10,7 @@ from lookahead.cpu.experts import Experts
 from lookahead.cpu.gguf import BlocksExperts
 from lookahead.cpu.operations import Activation, Value
 from lookahead.cpu.products import Linear
-from lookahead.models.families.gguf import form_of
+from lookahead.models.families.gguf import format_of
 from lookahead.models.families.page import Page
 
 
@@ -65,8 +65,8 @@ def _of_each(experts: Any, name: str, is_transposed: bool) -> list[Linear]:
         return experts.linears(name)
     weights, biases = getattr(experts, name).detach(), getattr(experts, f"{name}_bias", None)
     if type(experts) is gguf_class("GgufExperts"):
-        form = form_of(getattr(experts, name.replace("_proj", "_type")))
-        return [Linear(weight, format=form) for weight in weights]
+        format = format_of(getattr(experts, name.replace("_proj", "_type")))
+        return [Linear(weight, format=format) for weight in weights]
     if biases is None:
         return [Linear(weight.T if is_transposed else weight) for weight in weights]
     return [Linear(weight.T, None, bias) for weight, bias in zip(weights, biases.detach(), strict=True)]

@@ -25,7 +25,7 @@ class Qwen3_5(Llama):  # the name that transformers gives it
     rotary_class = "TextRotaryEmbedding"
     norm_offset = 1.0
     norms_round_once = True
-    turns_part = True
+    rotates_part = True
     gated_norm = "norm"
     """Its name in linear attention, and the next one."""
     linear_output = "out_proj"
@@ -45,12 +45,12 @@ class Qwen3_5(Llama):  # the name that transformers gives it
         size = self.own(attention, "Attention").head_dim
         both, k, v = self.products(x, *self.projections(attention))
         q, gate = (select(self, both, size, 2, i) for i in range(2))  # they stand side by side in each head
-        q, k = self.turned(*qk_norm(self, q, k, attention), attention, name)
+        q, k = self.rotated(*qk_norm(self, q, k, attention), attention, name)
         gated = op.Gate(gate, Value(gate.width), "sigmoid", self.attended(q, k, v, attention))
         return self.product(self._add(gated), attention.o_proj)
 
     def linear_attention(self, x: Value, attention: Any, name: str) -> Value:
-        """The gated delta rule behind short convolutions. Its result is normed and gated."""
+        """The gated delta rule after short convolutions. Its result is normed and gated."""
         self.own(attention, "GatedDeltaNet")
         *parts, gate, rates, decays = self.inputs(x, attention)
         q, k, v = convolved(self, parts, attention)
@@ -107,14 +107,14 @@ class LaraMini(Qwen3_5):
     model_class = "Model"
     rotary_class = "RotaryEmbedding"
     norm_offset = 0.0
-    turns_part = False
+    rotates_part = False
 
     def attention(self, x: Value, attention: Any, name: str) -> Value:
         return Llama.attention(self, x, attention, name)
 
-    def turned(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
+    def rotated(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
         q, k = qk_norm(self, q, k, attention)
-        return super().turned(q, k, attention, name) if attention.sliding_window is not None else (q, k)
+        return super().rotated(q, k, attention, name) if attention.sliding_window is not None else (q, k)
 
     def mlp(self, x: Value, mlp: Any) -> Value:
         gate = self.own(mlp, "SparseMoeBlock").gate
@@ -133,7 +133,7 @@ class OlmoHybrid(Qwen3_5, Olmo2):
     model_class = "Model"
     rotary_class = "RotaryEmbedding"
     norm_offset = 0.0
-    turns_part = False
+    rotates_part = False
     may_lack_rotary = True
     gated_norm = "o_norm"
     linear_output = "o_proj"

@@ -38,8 +38,8 @@ class Gemma3(Gemma2):
     attends_by = "split"
     model_class = "TextModel"
 
-    def turned(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
-        return super().turned(*qk_norm(self, q, k, attention), attention, name)
+    def rotated(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
+        return super().rotated(*qk_norm(self, q, k, attention), attention, name)
 
     def attended(self, q: Value, k: Value, v: Value, attention: Any) -> Value:
         return self.attend(q, k, v, attention)

@@ -1,4 +1,4 @@
-"""Families of which neighbouring numbers of a head turn together: GLM, GLM-4, ERNIE 4.5 and Helium."""
+"""Families of which adjacent elements of a head rotate together: GLM, GLM-4, ERNIE 4.5 and Helium."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from lookahead.models.families.phi3 import WithJoinedHalves
 
 class Glm(WithJoinedHalves):
     rotary_is_interleaved = True
-    turns_part = True
+    rotates_part = True
 
 
 class Glm4(Glm):

@@ -11,7 +11,7 @@ from lookahead.models.families.qwen_vl import WithImages
 
 
 class PairedTables(WithImages):
-    """The model's tables have each number twice, for the two neighbours that turn by it."""
+    """The model's tables have each number twice, for the two neighbours that rotate by it."""
 
     rotary_is_interleaved = True
 
@@ -31,7 +31,7 @@ class GlmOcr(Glm4v):
 
 
 class Glm4vMoe(WithImages, WithSharedExperts):
-    turns_part = True
+    rotates_part = True
     last_norm_class = "Glm4vMoeRMSNorm"
 
     def own(self, module: Any, suffix: str) -> Any:

@@ -22,7 +22,7 @@ class GPTNeoX(Llama):
     """Its name in attention."""
     norm_class = nn.LayerNorm
     norms_are_centered = True
-    turns_part = True
+    rotates_part = True
     dropouts = ("hidden_dropout",)
 
     @property
@@ -45,9 +45,9 @@ class GPTNeoX(Llama):
         size = getattr(self.own(attention, "Attention"), self.head_size)
         joined = self.product(x, attention.query_key_value)
         q, k, v = (select(self, joined, size, group=3, first=i) for i in range(3))
-        return *self.turned(q, k, attention, name), v
+        return *self.rotated(q, k, attention, name), v
 
-    def turned(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
+    def rotated(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
         return self.rotary(q, attention.head_size, name), self.rotary(k, attention.head_size, name)
 
     def mlp(self, x: Value, mlp: Any) -> Value:
@@ -93,8 +93,8 @@ class Persimmon(GPTNeoX):
     def layer(self, x: Value, layer: Any, name: str) -> Value:
         return Llama.layer(self, x, layer, name)
 
-    def turned(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
+    def rotated(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
         if attention.qk_layernorm:
             q = self.norm_heads(q, attention.q_layernorm, attention.head_dim)
             k = self.norm_heads(k, attention.k_layernorm, attention.head_dim)
-        return Llama.turned(self, q, k, attention, name)
+        return Llama.rotated(self, q, k, attention, name)

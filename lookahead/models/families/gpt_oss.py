@@ -48,12 +48,12 @@ class GraniteSWA(WithSinks, Granite):
     def rotary_module(self) -> Any:
         modules = self.inner.rotary_embs
         if len(modules) > 1:
-            raise UnknownModelError("its layers turn by several sets of frequencies")
+            raise UnknownModelError("its layers rotate by several sets of frequencies")
         return modules[0] if modules else None
 
-    def turned(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
+    def rotated(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
         has_positions = self.inner.config.layer_rope_theta[attention.layer_idx]
-        return super().turned(q, k, attention, name) if has_positions else (q, k)
+        return super().rotated(q, k, attention, name) if has_positions else (q, k)
 
 
 class GraniteMoeSWA(GraniteSWA, GraniteMoeShared):
@@ -65,9 +65,9 @@ class Flint(WithSinks, Qwen3Moe):
 
     norms_round_once = True
 
-    def turned(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
+    def rotated(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
         has_positions = attention.sliding_window is not None
-        return super().turned(q, k, attention, name) if has_positions else qk_norm(self, q, k, attention)
+        return super().rotated(q, k, attention, name) if has_positions else qk_norm(self, q, k, attention)
 
     def mlp(self, x: Value, mlp: Any) -> Value:
         if not hasattr(mlp, "experts"):
@@ -82,7 +82,7 @@ class Flint(WithSinks, Qwen3Moe):
 class MiMoV2Flash(WithSinks, WithSharedExperts):
     """No experts are shared. Layers with a window have twice as many heads of keys, and sinks."""
 
-    turns_part = True
+    rotates_part = True
 
     def attended(self, q: Value, k: Value, v: Value, attention: Any) -> Value:
         v = v if attention.v_scale == 1 else scaled(self, v, float(attention.v_scale))

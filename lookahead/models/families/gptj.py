@@ -1,4 +1,4 @@
-"""GPT-J and CodeGen: attention and MLP read the same input, and neighbouring numbers turn by a table of positions."""
+"""GPT-J and CodeGen: attention and MLP read the same input, and adjacent elements rotate by a table of positions."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -21,7 +21,7 @@ class GPTJ(Llama):
     norm_class = nn.LayerNorm
     norms_are_centered = True
     rotary_is_interleaved = True
-    turns_part = True
+    rotates_part = True
     dropouts = "attn_pdrop", "resid_pdrop", "embd_pdrop"
 
     @property
@@ -55,5 +55,5 @@ class CodeGen(GPTJ):
         self.own(attention, "Attention")
         joined, size = self.product(x, attention.qkv_proj), attention.embed_dim // attention.mp_num
         q, v, k = (select(self, joined, size, group=3, first=i) for i in range(3))
-        q, k = self.turned(q, k, attention, name)
+        q, k = self.rotated(q, k, attention, name)
         return self.product(self.attend(q, k, v, attention), attention.out_proj)

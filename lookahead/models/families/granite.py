@@ -28,11 +28,11 @@ class HyperCLOVAX(Granite):
     def layer(self, x: Value, layer: Any, name: str) -> Value:
         factor = float(layer.residual_multiplier)
         attended = self.attention(self.norm(x, layer.input_layernorm), layer.self_attn, name)
-        x = self.add(x, self.behind(attended, layer.post_norm1), factor)
+        x = self.add(x, self.normed_after(attended, layer.post_norm1), factor)
         more = self.mlp(self.norm(x, layer.post_attention_layernorm), layer.mlp)
-        return self.add(x, self.behind(more, layer.post_norm2), factor)
+        return self.add(x, self.normed_after(more, layer.post_norm2), factor)
 
-    def behind(self, x: Value, module: Any) -> Value:
+    def normed_after(self, x: Value, module: Any) -> Value:
         """A norm that a setting turns off."""
         return x if type(self._check(module)) is nn.Identity else self.norm(x, module)
 

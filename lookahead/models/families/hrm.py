@@ -41,6 +41,6 @@ class HrmText(Llama):
     def attention(self, x: Value, attention: Any, name: str) -> Value:
         self.own(attention, "Attention")
         q, k, v, gate = self.products(x, *self.projections(attention), self.linear(attention.gate_proj))
-        q, k = self.turned(q, k, attention, name)
+        q, k = self.rotated(q, k, attention, name)
         found = self.attend(q, k, v, attention, layer=self._place + attention.layer_idx)
         return self.product(self._add(op.Gate(gate, Value(gate.width), "sigmoid", found)), attention.o_proj)

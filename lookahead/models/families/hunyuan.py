@@ -1,4 +1,4 @@
-"""Hunyuan: queries and keys are normed when they have turned. The mixture also has a shared expert."""
+"""Hunyuan: queries and keys are normed when they have rotated. The mixture also has a shared expert."""
 
 from typing import Any
 
@@ -10,8 +10,8 @@ from lookahead.models.families.llama import Llama
 
 
 class HunYuanDenseV1(Llama):
-    def turned(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
-        q, k = super().turned(q, k, attention, name)
+    def rotated(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
+        q, k = super().rotated(q, k, attention, name)
         q = self.norm_heads(q, attention.query_layernorm, attention.head_dim)
         return q, self.norm_heads(k, attention.key_layernorm, attention.head_dim)
 

@@ -10,13 +10,13 @@ from lookahead.models.families.parts import scaled, select, times
 
 
 class Laguna(Dots1):
-    turns_part = True
+    rotates_part = True
     mixture_class = "SparseMoeBlock"
 
     def attention(self, x: Value, attention: Any, name: str) -> Value:
         self.own(attention, "Attention")
         q, k, v, gate = self.products(x, *self.projections(attention), self.linear(attention.g_proj))
-        found = self.attended(*self.turned(q, k, attention, name), v, attention)
+        found = self.attended(*self.rotated(q, k, attention, name), v, attention)
         if attention.gate_per_head:
             gate = self._add(op.Gate(gate, Value(gate.width), "softplus"))
             gated = times(self, found, select(self, gate, 1, 1, 0, repeats=attention.head_dim))

@@ -41,8 +41,8 @@ class Lfm2(Llama):
         size = attention.head_dim
         return self.norm_heads(q, attention.q_layernorm, size), self.norm_heads(k, attention.k_layernorm, size)
 
-    def turned(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
-        return super().turned(*self.normed(q, k, attention), attention, name)
+    def rotated(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
+        return super().rotated(*self.normed(q, k, attention), attention, name)
 
     def mlp(self, x: Value, mlp: Any) -> Value:
         self.own(mlp, "MLP")
@@ -79,11 +79,11 @@ class Lfm3(Lfm2):
 
     def layer(self, x: Value, layer: Any, name: str) -> Value:
         mixed = self.mixed(self.norm(x, layer.operator_norm), layer, name)
-        x = self.add(x, self.norm_behind(mixed, layer.post_operator_norm))
+        x = self.add(x, self.norm_after(mixed, layer.post_operator_norm))
         more = self.mlp(self.norm(x, layer.ffn_norm), layer.feed_forward)
-        return self.add(x, self.norm_behind(more, layer.post_ffn_norm))
+        return self.add(x, self.norm_after(more, layer.post_ffn_norm))
 
-    def norm_behind(self, x: Value, norm: Any) -> Value:
+    def norm_after(self, x: Value, norm: Any) -> Value:
         return x if type(norm) is nn.Identity else self.norm(x, norm)
 
     def attention(self, x: Value, attention: Any, name: str) -> Value:
@@ -91,7 +91,7 @@ class Lfm3(Lfm2):
             return super().attention(x, attention, name)
         size = self.own(attention, "Attention").head_dim
         q, k, v, by_heads = self.products(x, *self.projections(attention), self.linear(attention.g_proj))
-        q, k = self.turned(q, k, attention, name)
+        q, k = self.rotated(q, k, attention, name)
         gate = select(self, by_heads, size=1, group=1, first=0, repeats=size)
         gated = op.Gate(gate, Value(gate.width), "sigmoid", self.attended(q, k, v, attention))
         return self.product(self._add(gated), attention.o_proj)

@@ -39,7 +39,7 @@ class Llama(Page):
     def attention(self, x: Value, attention: Any, name: str) -> Value:
         self.own(attention, "Attention")
         q, k, v = self.products(x, *self.projections(attention))
-        q, k = self.turned(q, k, attention, name)
+        q, k = self.rotated(q, k, attention, name)
         return self.product(self.attended(q, k, v, attention), getattr(attention, self.output_projection))
 
     def attended(self, q: Value, k: Value, v: Value, attention: Any) -> Value:
@@ -48,7 +48,7 @@ class Llama(Page):
     def projections(self, attention: Any) -> list[Linear]:
         return [self.linear(module) for module in (attention.q_proj, attention.k_proj, attention.v_proj)]
 
-    def turned(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
+    def rotated(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
         return self.rotary(q, attention.head_dim, name), self.rotary(k, attention.head_dim, name)
 
     def mlp(self, x: Value, mlp: Any) -> Value:

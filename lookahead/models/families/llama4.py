@@ -25,11 +25,11 @@ class Llama4(Llama):
         x = self.add(x, self.attention(self.norm(x, layer.input_layernorm), layer.self_attn, name))
         return self.add(x, self.feed_forward(self.norm(x, layer.post_attention_layernorm), layer.feed_forward))
 
-    def turned(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
+    def rotated(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
         if attention.use_rope:
-            q, k = super().turned(q, k, attention, name)
+            q, k = super().rotated(q, k, attention, name)
             return (self._normed(q, attention), self._normed(k, attention)) if hasattr(attention, "qk_norm") else (q, k)
-        if attention.attn_temperature_tuning:  # a factor of the queries' tables, which turn by nothing
+        if attention.attn_temperature_tuning:  # a factor of the queries' tables, which rotate by nothing
             q = self.rotary(q, attention.head_dim, f"{attention.floor_scale} {attention.attn_scale}")
         return q, k
 
@@ -39,8 +39,8 @@ class Llama4(Llama):
 
     def rotary_tables(self, like: torch.Tensor, positions: torch.Tensor, name: str) -> list[torch.Tensor]:
         if not name:
-            turns = self.rotary_module(like, positions)[0]  # complex numbers
-            return [table.repeat(1, 2) for table in (turns.real, turns.imag)]
+            rotations = self.rotary_module(like, positions)[0]  # complex numbers
+            return [table.repeat(1, 2) for table in (rotations.real, rotations.imag)]
         floor, scale = map(float, name.split())
         factors = torch.log1p(torch.floor((positions[0].float() + 1.0) / floor)) * scale + 1.0
         table = factors[:, None].repeat(1, self.inner.layers[0].self_attn.head_dim)

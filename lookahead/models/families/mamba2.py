@@ -19,7 +19,7 @@ from lookahead.models.families.parts import scaled, split
 
 
 class Bamba(Llama):
-    turns_part = True
+    rotates_part = True
     last_norm = "final_layernorm"
     mixer_class = "Mixer"
 
@@ -35,7 +35,7 @@ class Bamba(Llama):
         return mix(x, self.mixer(layer), name)
 
     def mamba(self, x: Value, mixer: Any, name: str) -> Value:
-        """The recurrence behind short convolutions. Its result is gated and normed."""
+        """The recurrence after short convolutions. Its result is gated and normed."""
         self.own(mixer, self.mixer_class)
         width, size, heads = mixer.intermediate_size, mixer.ssm_state_size, mixer.num_heads
         of_keys = mixer.n_groups * size
@@ -71,7 +71,7 @@ class Bamba(Llama):
 class GraniteMoeHybrid(Bamba, GraniteMoeShared):
     """Its experts, and positions in its attention, are settings."""
 
-    turns_part = False
+    rotates_part = False
     may_lack_rotary = True
     last_norm = "norm"
     mixer_class = "MambaLayer"
@@ -90,7 +90,7 @@ class GraniteMoeHybrid(Bamba, GraniteMoeShared):
 class FalconH1(Bamba):
     """Each layer has both, side by side. Factors scale nearly all that they take and give (muP)."""
 
-    turns_part = False
+    rotates_part = False
 
     def mixer(self, layer: Any) -> Any:
         return layer.self_attn
@@ -111,8 +111,8 @@ class FalconH1(Bamba):
     def scaled(self, x: Value, factor: float) -> Value:
         return x if factor == 1 else scaled(self, x, float(factor))
 
-    def turned(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
-        return super().turned(q, self.scaled(k, attention.key_multiplier), attention, name)
+    def rotated(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
+        return super().rotated(q, self.scaled(k, attention.key_multiplier), attention, name)
 
     def inputs(self, x: Value, mixer: Any, widths: tuple[int, ...]) -> list[Value]:
         parts = super().inputs(self.scaled(x, mixer.ssm_in_multiplier), mixer, widths)
@@ -126,7 +126,7 @@ class FalconH1(Bamba):
             return self._add(op.Gate(gate, Value(gate.width), "silu", x))
         norm = self.own(mixer.norm, "RMSNormGated")
         size = x.width // norm.n_groups
-        return self.norm_gated(x, gate, norm, size, rounds_once=True, gates_behind=norm.norm_before_gate)
+        return self.norm_gated(x, gate, norm, size, rounds_once=True, gates_after=norm.norm_before_gate)
 
     def mlp(self, x: Value, mlp: Any) -> Value:
         self.own(mlp, "MLP")
@@ -143,7 +143,7 @@ class NemotronH(Bamba, Arcee):
     embedding_at = "embeddings"
     last_norm = "norm_f"
     norms_round_once = True
-    turns_part = False
+    rotates_part = False
     may_lack_rotary = True
 
     def mixer(self, layer: Any) -> Any:
@@ -161,15 +161,15 @@ class NemotronH(Bamba, Arcee):
         return self.add(x, self.add(self.mixture(normed, mixer), self.mlp(normed, mixer.shared_experts)))
 
     def mixture(self, x: Value, moe: Any) -> Value:
-        gate, before, behind = self.own(moe, "MoE").gate, moe.fc1_latent_proj, moe.fc2_latent_proj
-        has_latent = not type(before) is type(behind) is nn.Identity
+        gate, before, after = self.own(moe, "MoE").gate, moe.fc1_latent_proj, moe.fc2_latent_proj
+        has_latent = not type(before) is type(after) is nn.Identity
         out = mixture(
             self, self.product(x, before) if has_latent else x, gate, moe.experts, gate.norm_topk_prob, rounds=False,
             suffix="TopkRouter", in_float32=True, correction=gate.e_score_correction_bias, is_sigmoid=True,
             factor=float(gate.routed_scaling_factor), groups=gate.num_group, top_groups=gate.topk_group,
             into="up_proj", routed=x if has_latent else None,
         )  # fmt: skip
-        return self.product(out, behind) if has_latent else out
+        return self.product(out, after) if has_latent else out
 
 
 class Mamba2(NemotronH):

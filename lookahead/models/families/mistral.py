@@ -21,7 +21,7 @@ class Ministral3(Llama):
 
     slides = "always"
 
-    def turned(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
+    def rotated(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
         return self.rotary(q, attention.head_dim, "queries"), self.rotary(k, attention.head_dim, name)
 
     def rotary_tables(self, like: torch.Tensor, positions: torch.Tensor, name: str) -> list[torch.Tensor]:
@@ -45,8 +45,8 @@ class SeedOss(Llama):
 class SmolLM3(Llama):
     slides = "by type"
 
-    def turned(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
-        return super().turned(q, k, attention, name) if attention.use_rope else (q, k)
+    def rotated(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
+        return super().rotated(q, k, attention, name) if attention.use_rope else (q, k)
 
 
 class Emu3(Llama):

@@ -77,9 +77,9 @@ class Olmoe(Llama):
         self.own(mlp, "SparseMoeBlock")
         return mixture(self, x, mlp.gate, mlp.experts, mlp.gate.norm_topk_prob)
 
-    def turned(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
+    def rotated(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
         q, k = clipped(self, attention.config.clip_qkv, *qk_norm(self, q, k, attention))
-        return super().turned(q, k, attention, name)
+        return super().rotated(q, k, attention, name)
 
     def attended(self, q: Value, k: Value, v: Value, attention: Any) -> Value:
         (v,) = clipped(self, attention.config.clip_qkv, v)

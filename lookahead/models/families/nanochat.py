@@ -15,12 +15,12 @@ class NanoChat(Llama):
     def embedding(self, inner: Any) -> Value:
         return self.norm(super().embedding(inner), inner.norm)
 
-    def turned(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
-        return qk_norm(self, *super().turned(q, k, attention, name), attention)
+    def rotated(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
+        return qk_norm(self, *super().rotated(q, k, attention, name), attention)
 
     def rotary_tables(self, like: torch.Tensor, positions: torch.Tensor, name: str) -> list[torch.Tensor]:
         cos, sin = super().rotary_tables(like, positions, name)
-        return [cos, -sin]  # they turn the other way
+        return [cos, -sin]  # they rotate the other way
 
     def mlp(self, x: Value, mlp: Any) -> Value:
         self.own(mlp, "MLP")

@@ -18,7 +18,7 @@ class Nemotron(Arcee):
     norm_class = "LayerNorm1P"
     norms_are_centered = True
     norm_offset = 1.0
-    turns_part = True
+    rotates_part = True
 
 
 class Jais2(Arcee):

@@ -18,9 +18,9 @@ class Olmo(Llama):
             raise UnknownModelError("its norms have another width than their input")
         return self._add(op.Norm(x, Value(x.width), None, 1e-5, is_centered=True, size=x.width))
 
-    def turned(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
+    def rotated(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
         q, k = clipped(self, attention.config.clip_qkv, q, k)
-        return super().turned(q, k, attention, name)
+        return super().rotated(q, k, attention, name)
 
     def attended(self, q: Value, k: Value, v: Value, attention: Any) -> Value:
         (v,) = clipped(self, attention.config.clip_qkv, v)
@@ -36,8 +36,8 @@ class Olmo2(Llama):
         x = self.add(x, self.norm(attended, layer.post_attention_layernorm))
         return self.add(x, self.norm(self.mlp(x, layer.mlp), layer.post_feedforward_layernorm))
 
-    def turned(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
-        return super().turned(*qk_norm(self, q, k, attention), attention, name)
+    def rotated(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
+        return super().rotated(*qk_norm(self, q, k, attention), attention, name)
 
 
 class Olmo3(Olmo2):

@@ -48,19 +48,19 @@ class Page:
     """The `attn_implementation` with which the model computes what `attend` describes; split: "sdpa", which it looks up
     in transformers' registry. nothing: it has no attention, and takes no positions."""
     names: Mapping[str, str] = {}
-    """Of classes that lack the family's name, by what they are to it."""
+    """By suffix of a class, the full name of one that lacks the family's name."""
     suffix = "ForCausalLM"
-    """Of the model's class, behind the family's name."""
+    """What follows the family's name in the name of the model's class."""
     layer_class = "DecoderLayer"
-    """Of the layers, without the family's name."""
+    """What follows the family's name in the name of the layers' class."""
     layers_at = "layers"
-    """Their name in the model within."""
+    """The name of the list of layers in the inner model."""
     attention_at = "self_attn"
     """The name of attention in a layer."""
     slides: Slides = "never"
     """Which layers have a sliding window, if the configuration names its length."""
-    turns_part = False
-    """Whether the rotary embedding may rotate only the first numbers of a head."""
+    rotates_part = False
+    """Whether the rotary embedding may rotate only the first elements of a head."""
     norm_class: str | type[nn.Module] = "RMSNorm"
     """The class of norms: the family's own, without the family's name, or torch's."""
     norm_offset = 0.0

@@ -13,7 +13,7 @@ from lookahead.models.families.parts import side_by_side
 class Phi(Llama):
     norm_class = nn.LayerNorm
     norms_are_centered = True
-    turns_part = True
+    rotates_part = True
     last_norm = "final_layernorm"
     output_projection = "dense"
     dropouts = "resid_pdrop", "embd_pdrop"
@@ -23,11 +23,11 @@ class Phi(Llama):
         attended = self.attention(normed, layer.self_attn, name)
         return self.add(self.add(attended, self.mlp(normed, layer.mlp)), x)
 
-    def turned(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
+    def rotated(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
         if attention.qk_layernorm:
             q = self.norm_heads(q, attention.q_layernorm, attention.head_dim)
             k = self.norm_heads(k, attention.k_layernorm, attention.head_dim)
-        return super().turned(q, k, attention, name)
+        return super().rotated(q, k, attention, name)
 
     def mlp(self, x: Value, mlp: Any) -> Value:
         self.own(mlp, "MLP")
@@ -37,16 +37,16 @@ class Phi(Llama):
 class StableLm(Llama):
     norm_class = nn.LayerNorm
     norms_are_centered = True
-    turns_part = True
+    rotates_part = True
     dropouts = ("hidden_dropout",)
 
     def layer(self, x: Value, layer: Any, name: str) -> Value:
         return side_by_side(self, x, layer, name) if layer.use_parallel_residual else super().layer(x, layer, name)
 
-    def turned(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
+    def rotated(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
         if attention.qk_layernorm:
             raise UnknownModelError("each of its heads has a norm of its own")
-        return super().turned(q, k, attention, name)
+        return super().rotated(q, k, attention, name)
 
 
 class Starcoder2(Llama):

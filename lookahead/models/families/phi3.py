@@ -22,7 +22,7 @@ class WithJoinedHalves(Llama):
 
 class Phi3(WithJoinedHalves):
     slides = "always"
-    turns_part = True
+    rotates_part = True
 
     def projections(self, attention: Any) -> list[Linear]:
         of_queries = attention.config.num_attention_heads * attention.head_dim

@@ -15,5 +15,5 @@ class Qwen2(Llama):
 class Qwen3(Llama):
     slides: Slides = "by type"
 
-    def turned(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
-        return super().turned(*qk_norm(self, q, k, attention), attention, name)
+    def rotated(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
+        return super().rotated(*qk_norm(self, q, k, attention), attention, name)

@@ -20,7 +20,7 @@ from lookahead.models.families.qwen import Qwen2, Qwen3
 class WithImages(Llama):
     suffix = "ForConditionalGeneration"
     last_norm_class = ""
-    """Of the norm behind the layers, if it is of another class than theirs."""
+    """Of the norm after the layers, if it is of another class than theirs."""
 
     def own(self, module: Any, suffix: str) -> Any:
         if self.last_norm_class and module is self.inner.norm:

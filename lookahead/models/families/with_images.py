@@ -24,7 +24,7 @@ class Capped(Gemma3):
 
 
 class Gemma3n(Capped, gemma3n.Gemma3n):
-    """Tokens of images and sounds have tables of their own, which stand behind that of words."""
+    """Tokens of images and sounds have tables of their own, which come after that of words."""
 
     def placeholders(self) -> list[int]:
         config, model = self.model.config, self.model.model

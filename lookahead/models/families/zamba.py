@@ -14,7 +14,7 @@ from lookahead.models.families.parts import split
 
 
 class Zamba2(Bamba):
-    turns_part = False
+    rotates_part = False
     may_lack_rotary = True
     mixer_class = "MambaMixer"
     _embedded: Value
@@ -59,7 +59,7 @@ class Zamba2(Bamba):
         else:
             parts = self.products(x, *self.projections(attention))
         q, k, v = parts
-        q, k = self.turned(q, k, attention, "")
+        q, k = self.rotated(q, k, attention, "")
         return self.product(self.attend(q, k, v, attention, layer=index), attention.o_proj)
 
     def adapted(self, x: Value, module: Any, adapter: Any, *widths: int) -> list[Value]:

@@ -170,7 +170,7 @@ class Writer(RecordingStreamer):
     """A streamer that hands an answer on, piece by piece. Tokens that one step has written make one piece.
 
     With probabilities, each token makes one, so that a piece has those of its own tokens, however many a step writes;
-    and also where an answer ends with its first call, so that the tokens behind it do not count.
+    and also where an answer ends with its first call, so that the tokens after it do not count.
     """
 
     def __init__(
@@ -368,14 +368,14 @@ class Writer(RecordingStreamer):
 class Probabilities(NewTokensProcessor):
     """Notes how probable each token of an answer was.
 
-    It stands behind penalties, and before what enforces a format or the end of reasoning.
+    It comes after penalties, and before what enforces a format or the end of reasoning.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: int, count: int):
         """count: of the likeliest tokens that are named with each."""
         super().__init__(prompt)
         self._tokenizer, self._count = tokenizer, count
-        # Decoders drop the space before a first word, so each token is decoded behind another one.
+        # Decoders drop the space before a first word, so each token is decoded after another one.
         self._before: list[int] = tokenizer("a", add_special_tokens=False).input_ids[-1:]
         self._length = len(str(tokenizer.decode(self._before)))
         self._row: np.ndarray | None = None  # of the token that comes next

@@ -591,7 +591,7 @@ class Exchange:
 
     @staticmethod
     def _written(form: Form, pieces: list[tuple[int, Piece]], failed: Exception | None) -> str:
-        """Return the events of pieces, and of an error behind them."""
+        """Return the events of pieces, and of an error after them."""
         events = [event for number, piece in pieces for event in form.add(number, piece)]
         return "".join(events if failed is None else [*events, *form.fail(*_failure(failed))])
 
@@ -667,10 +667,10 @@ class Exchange:
 
 
 class Told:
-    """What the thread that decodes tells event loops: all of a step by one call of theirs, behind the step.
+    """What the thread that decodes tells event loops: all of a step by one call of theirs, after the step.
 
     A call wakes the thread of a loop, and Python runs one thread at a time. So the one that decodes would wait in the
-    middle of the step, for each answer; behind it, what is told is sent while the next pass is computed.
+    middle of the step, for each answer; after it, what is told is sent while the next pass is computed.
     """
 
     def __init__(self, at_once: bool):

@@ -67,7 +67,7 @@ class Waiting(Generic[One]):
         return True
 
     def first_to_go(self) -> tuple[str, One]:
-        """Return what makes room, behind its client's address."""
+        """Return what makes room, after its client's address."""
         _, most = max((len(those), client) for client, those in self._of.items())
         return most, next(iter(self._of[most]))
 

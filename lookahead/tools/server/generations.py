@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 MOST_WAITING = 64  # requests that wait for others to end; further ones are refused
 MOST_ANSWERS = 1024  # answers of requests that have begun or wait, in all; with more, further requests are refused
 LENGTH = 1024  # tokens of an answer, if its request does not say
-PORTION = 128  # tokens of a prompt that are read between two steps, at most
+CHUNK_SIZE = 128  # tokens of a prompt that are read between two steps, at most
 
 
 class BusyError(Exception):
@@ -113,7 +113,7 @@ class Generations(Worker):
         parallel: int,
         after_step: Callable[[], None] = lambda: None,
     ):
-        """after_step: is called when what was sent need wait no longer: behind a step, and with a first token."""
+        """after_step: is called when what was sent need wait no longer: after a step, and with a first token."""
         self._after_step = after_step
         self._model, self._reader, self._written, self._prefixes = model, reader, written, prefixes
         self._assistant = assistant
@@ -121,7 +121,7 @@ class Generations(Worker):
         stops, settings.stop_strings = settings.stop_strings or (), None  # they end answers as those of requests do
         self._stops = (stops,) if isinstance(stops, str) else tuple(stops)
         self._sequences = Sequences(model) if engine is not None and assistant is None else None
-        self._portion = None if self._sequences is None else self._sequences.portion(PORTION)
+        self._chunk_size = None if self._sequences is None else self._sequences.chunk_size(CHUNK_SIZE)
         self._most = 1 if self._sequences is None else parallel
         self._under_way = 0  # answers that have begun
         self._reading: object = None  # of the answer whose prompt is read
@@ -439,7 +439,7 @@ class Generations(Worker):
         if cache is not None:
             options[CACHE], generation.return_dict_in_generate = cache, True
         if self._sequences is not None:
-            generation.prefill_chunk_size = self._portion
+            generation.prefill_chunk_size = self._chunk_size
             output = yield self._sequences.submit(inputs, seed=seed, source=sources, **options)
         else:
             with seeded(seed, model.device):

@@ -25,7 +25,7 @@ from ngram_pool import GuessTree
 BLANKS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 ANY_OBJECT = {"type": "object"}
 REACH = 2**14  # references of a schema times its levels, at most: to compile it may take 3 KB of a stack for each
-LISTING = re.compile(r"\n +\d+ \| ")  # behind what is wrong, llguidance shows the grammar
+LISTING = re.compile(r"\n +\d+ \| ")  # after what is wrong, llguidance shows the grammar
 FORBIDS = "satisfy the grammar"  # in what llguidance says of a token that it forbids
 CLAIM = 0.9  # probability of a token that is forced but for the ways to cut its characters into tokens
 

@@ -107,7 +107,7 @@ class Parser:
         self._quoted = self._escaped = False  # whether a text of its JSON has, and whether a backslash came last in it
         calls = template.get("fields", {}).get("tool_calls", {})
         self._closing = str(calls.get("close"))[0] if calls.get("content") == "json" else None
-        """The first character of the mark behind a call."""
+        """The first character of the mark after a call."""
 
     def feed(self, text: str) -> list[Part]:
         """Return the parts that ``text`` continues or completes. It may hold special tokens."""
@@ -129,7 +129,7 @@ class Parser:
         return parts
 
     def _without_mark(self, unit: str) -> str:
-        """Escape what might be the mark behind a call, in a text of its JSON: transformers' parser looks for nothing
+        """Escape what might be the mark after a call, in a text of its JSON: transformers' parser looks for nothing
         else. The JSON means the same.
         """
         if not self._calls:
@@ -178,7 +178,7 @@ class Parser:
                 parts.append(_call(event["value"]["function"]))
             elif is_clean and (name in REASONING_FIELDS or name == "content"):
                 shown = self._unseen.sub("", event["text"])
-                at = self._read - len(event["text"]) if number else begin  # marks stand before and behind it
+                at = self._read - len(event["text"]) if number else begin  # marks stand before and after it
                 place = at, at + len(event["text"])
                 if name != "content":
                     self.reasoned.append(place)

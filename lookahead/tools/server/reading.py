@@ -146,7 +146,7 @@ class Reader:
             asked, most = self._told_how_to_think(asked, wishes.thought)
             prompt = self._chat(asked, asked.messages or [], predicted)
             thinks = asked.variables.get("enable_thinking", asked.thinks) is not False
-            return [replace(prompt, marks=self._marks_behind(prompt.ids), thought=most, thinks=thinks)]
+            return [replace(prompt, marks=self._marks_after(prompt.ids), thought=most, thinks=thinks)]
         except RefusedError:
             raise
         except Exception as error:  # templates raise errors of many kinds
@@ -191,7 +191,7 @@ class Reader:
         templates = self.tokenizer.chat_template
         return name in str(templates) or name in inspect.signature(self.tokenizer.apply_chat_template).parameters
 
-    def _marks_behind(self, prompt: list[int]) -> Marks | None:
+    def _marks_after(self, prompt: list[int]) -> Marks | None:
         if self._marks is None:
             return None
         opens, closes = self._marks
@@ -238,7 +238,7 @@ class Reader:
         """Raise RefusedError for a message that the chat template passes over. rendered: what it makes of all.
 
         Those of the model may be: templates leave out reasoning, and words beside calls. So may a system message at the
-        beginning: some write it before the last question alone, so that it is missing behind the results of tools.
+        beginning: some write it before the last question alone, so that it is missing after the results of tools.
         """
         own = ("assistant", "system")
         of_others = [i for i, one in enumerate(messages) if one["role"] not in (own if i == 0 else own[:1])]

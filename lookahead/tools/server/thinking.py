@@ -12,7 +12,7 @@ from lookahead.streaming import TextPieces
 
 @dataclass(frozen=True)
 class Marks:
-    """What stands before and behind the reasoning in an answer, and whether the prompt ends with the first."""
+    """What stands before and after the reasoning in an answer, and whether the prompt ends with the first."""
 
     opens: str
     closes: str
@@ -22,7 +22,7 @@ class Marks:
 class LimitThinking(NewTokensProcessor):
     """Ends the reasoning of an answer when it has a number of tokens: the mark that closes it is the only choice then.
 
-    What the answer reasons later, behind marks of its own, counts, too.
+    What the answer reasons later, after marks of its own, counts, too.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: int, marks: Marks, most: int):
@@ -80,6 +80,6 @@ class ReasoningTokens:
         self._length, self._without_text = end, 0
 
     def add(self, begin: int, end: int) -> None:
-        """Count the tokens of some characters, which stand behind those of earlier calls."""
+        """Count the tokens of some characters, which come after those of earlier calls."""
         while self._spans and self._spans[0][0] < end:
             self.count += self._spans.popleft()[1] > begin
