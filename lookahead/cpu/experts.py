@@ -15,24 +15,44 @@ from lookahead.cpu.products import Linear
 class Experts(Operation):
     """The MLPs of the top_k experts of each row, added up by their weights (Shazeer et al. 2017, arXiv 1701.06538).
 
+    A router gives each expert a product, its score. Weights are the softmax of the scores. Results are rounded when
+    they have been weighed, and added in the order of experts. Of equally good experts, those are chosen that torch's
+    topk takes.
+
+    Layers:
+
     layers: the router, then for each expert a layer of both halves, gates first, and the one that goes back. The first
-    one may also give a single half, which then has no gates. is_apart: two layers give the halves. The weights are the
-    router's softmax, or sigmoid, of each expert. They are divided by their sum if they add to one, then multiplied by a
-    factor, and may be rounded, also at each of these steps (rounds_steps). epsilon: added to that sum. Of experts that
-    are equally good, those are chosen that torch's topk takes. rounds_ranks: the weights by which they are chosen are
-    rounded, too. Results are rounded when they have been weighed, and added in the order of experts. correction:
-    float32 [experts], added to the weights by which experts are chosen (Wang et al. 2024, arXiv 2408.15664). scales:
-    float32 [experts], by which the weights are multiplied at last, unless they are rounded. routed: what the router
-    reads, if that is not x. groups: experts are divided into so many; of these, `top_groups` are left whose best
-    experts, two or one, add up to the most (DeepSeek-V3, arXiv 2412.19437). router: a router in float32, [experts,
-    width], whose products are not rounded; `layers` then has none. limit: unless it is 0, a gate stands beside its
-    number, and the two become (number + 1) * gate * sigmoid(alpha * gate), within this limit (gpt-oss, arXiv
-    2508.10925). nearness: unless it is negative, experts are chosen in turn, each with its share of the softmax of
-    those left whose scores s are near its own s': (s' - s) / max(|s|, s') <= nearness (SparseMixer, Liu et al. 2024,
-    arXiv 2409.12136). cap: the router's products s become cap * tanh(s / cap), unless it is 0. ranks_scores: experts
-    are chosen by what the router gives, corrected, and not by their weights. weighs_inputs: weights multiply what
-    experts read, which is rounded then, and not what they give. identities: so many experts after the others have no
-    layers, and give what they read (LongCat-Flash, arXiv 2509.01322).
+        one may also give a single half, which then has no gates.
+    is_apart: two layers give the halves.
+    router: a router in float32, [experts, width], whose products are not rounded; `layers` then has none.
+    routed: what the router reads, if that is not x.
+    identities: the number of last experts without layers, which return their input (LongCat-Flash, arXiv 2509.01322).
+
+    Weights, in the order of the steps that compute them:
+
+    cap: scores s become cap * tanh(s / cap), unless it is 0.
+    is_sigmoid: weights are the sigmoids of the scores, not their softmax.
+    adds_to_one: the weights of a row's experts are divided by their sum, to which epsilon is added.
+    factor: multiplies the weights.
+    scales: float32 [experts], multiply the weights at last, unless they are rounded.
+    rounds_weights: the weights are rounded at the end; with rounds_steps, after each of these steps.
+    weighs_inputs: weights multiply the inputs of experts, which are then rounded, and not their outputs.
+
+    Choice:
+
+    correction: float32 [experts], added to what experts are chosen by (Wang et al. 2024, arXiv 2408.15664).
+    ranks_scores: experts are chosen by their scores, and not by their weights.
+    rounds_ranks: what experts are chosen by is rounded.
+    groups: experts are in so many groups. A row's experts come from the `top_groups` groups with the largest sum of
+        their best `best_of_group` experts, two or one (DeepSeek-V3, arXiv 2412.19437).
+    nearness: unless it is negative, experts are chosen in turn, each with its share of the softmax of those left whose
+        scores s are near its own s': (s' - s) / max(|s|, s') <= nearness (SparseMixer, Liu et al. 2024, arXiv
+        2409.12136).
+
+    Within an expert:
+
+    limit: unless it is 0, a gate stands beside its number, and the two become
+        (number + 1) * gate * sigmoid(alpha * gate), within this limit (gpt-oss, arXiv 2508.10925).
     """
 
     x: Value
