@@ -81,7 +81,7 @@ def why_plain(
     if not uses_cache and uses_cache is not False:  # generate() then makes a cache, and adds the whole text each time
         return f"with use_cache={uses_cache!r}"
     in_training, has_no_cache = bool(state_of(model).in_training), not uses_cache
-    prepares = None if (users := state_of(model).users) is None else users.prepares
+    prepares = state_of(model).prepares
     if in_training or has_no_cache or prepares:
         from lookahead.passes import conditions  # other calls have none to try
 
@@ -91,7 +91,7 @@ def why_plain(
             return "with use_cache=False, on a cache"  # to which each pass adds the whole text anew
         if has_no_cache and not conditions.same_without_cache(model, adapter):
             return "a model that writes another text with use_cache=False"
-        if prepares and not conditions.loop_gives_usual_inputs(model, adapter, generation):
+        if prepares and not conditions.gives_usual_inputs(model, adapter, generation):
             return f"a model that gives its passes other inputs than the usual ({prepares})"
     if len(ids) > 1 and not can_batch(model, adapter):
         why = "steps take one sequence" if adapter.can_branch else "guesses are single chains"

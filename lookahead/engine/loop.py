@@ -16,7 +16,7 @@ from lookahead.engine.call import Call, Decoding
 from lookahead.engine.draws import Race
 from lookahead.engine.engine import Lookahead
 from lookahead.engine.fallback import why_plain
-from lookahead.engine.sampling import NewTokensProcessor, NextTokenRule, Settings, for_sequence, goes_by_sequence
+from lookahead.engine.sampling import NewTokensProcessor, NextTokenRule, Settings, for_sequence, goes_by_sequence, whole
 from lookahead.models.state import looked_at
 from lookahead.passes.runner import Output
 
@@ -112,11 +112,12 @@ def _with_length(generation: GenerationConfig, criteria: StoppingCriteriaList, w
 
     width: of the prompt, to which one token is always added.
     """
-    lengths = [criterion.max_length for criterion in criteria if type(criterion) is MaxLengthCriteria]
-    if not lengths or min(lengths) == generation.max_length:
+    lengths = [whole(criterion.max_length) for criterion in criteria if type(criterion) is MaxLengthCriteria]
+    length = min(lengths, default=whole(generation.max_length))
+    if isinstance(generation.max_length, int) and length == generation.max_length:
         return generation
     changed = copy(generation)
-    changed.max_length = max(min(lengths), width + 1)
+    changed.max_length = max(length, width + 1)
     return changed
 
 

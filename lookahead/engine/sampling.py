@@ -367,6 +367,11 @@ def _choice_of(processors: LogitsProcessorList, draws: bool) -> "tuple[list[Logi
     return changes(processors[:first]), warp
 
 
+def whole(length: Any) -> int:
+    """The number of tokens at which a text reaches a length. Callers may give any number, such as 1e3 or a tensor."""
+    return math.ceil(min(length, 2**62))
+
+
 def _asks_for_tokens(criterion: StoppingCriteria) -> bool:
     """Whether it is known by which tokens this ends a text."""
     return isinstance(criterion, NewTokensCriterion) or goes_by_sequence(criterion)
@@ -379,7 +384,7 @@ def _ends(criteria: StoppingCriteriaList) -> Ends | None:
         if type(criterion) is MaxLengthCriteria and criterion.max_length <= (
             criterion.max_position_embeddings or 2**62
         ):
-            ends = ends._replace(length=min(ends.length, criterion.max_length))
+            ends = ends._replace(length=min(ends.length, whole(criterion.max_length)))
         elif type(criterion) is EosTokenCriteria:
             ends = ends._replace(tokens=ends.tokens | set(criterion.eos_token_id.flatten().tolist()))
         elif isinstance(criterion, NewTokensCriterion):

@@ -28,6 +28,8 @@ OF_LOOP = (
     "_has_unfinished_sequences", "_optimize_model_for_decode",
 )  # fmt: skip
 """Methods of the loop of `generate()`."""
+PREPARES_INPUTS = "prepare_inputs_for_generation", "_update_model_kwargs_for_generation"
+"""Those that choose what a pass is given, and nothing else."""
 # Names of what is called without being named: of a module, and of tensors by operators.
 _CALLED = (
     *OF_LOOP,

@@ -22,7 +22,7 @@ from lookahead import compat
 from lookahead.cpu.products import classes_of
 from lookahead.models import attention
 from lookahead.models.kept import ATTRIBUTE, OfModels
-from lookahead.models.origin import Foreign, ReachableCode, code_of, is_defined, is_own
+from lookahead.models.origin import OF_LOOP, PREPARES_INPUTS, Foreign, ReachableCode, code_of, is_defined, is_own
 
 _CACHES = (DynamicCache, DynamicLayer, DynamicSlidingWindowLayer)  # which `LookaheadCache` stands in for
 # Settings that no pass reads.
@@ -97,6 +97,11 @@ class State:
             from lookahead.models.users_code import UsersCode  # other models run none
 
             self.users = UsersCode(modules, _unwrapped(self._classes[0]), self.foreign, [hook for _, hook in hooks])
+        own = _own_loop(_unwrapped(self._classes[0]))
+        self._own_loop = next((own[name] for name in OF_LOOP if name in own and name not in PREPARES_INPUTS), None)
+        by_users = self.users.prepares if self.users else None
+        self.prepares = by_users or next((own[name] for name in PREPARES_INPUTS if name in own), None)
+        """What chooses the inputs of the passes of generate(), if that is not transformers' usual method."""
         opaque = [
             (i, name, _Same(value))
             for i, module in enumerate(modules)
@@ -184,6 +189,8 @@ class State:
             return "a model with weights on the meta device"
         if self._differing:
             return f"a model whose parts have configurations that differ ({', '.join(self._differing)})"
+        if self._own_loop is not None:
+            return f"a model with a loop of its own ({self._own_loop})"
         return self.users.why_plain() if self.users else None
 
 
@@ -248,6 +255,13 @@ def _origin(of_modules: list[type], registered: list[tuple[str, str, Any]], befo
         if len(_origins) > _MOST_ORIGINS:
             del _origins[next(iter(_origins))]
     return origin
+
+
+def _own_loop(cls: type) -> dict[str, str]:
+    """Methods of the loop of generate() that a model's class inherits from its family, by name, and where they are."""
+    owners = {name: next((base for base in cls.__mro__ if name in vars(base)), cls) for name in OF_LOOP}
+    of_family = {name: owner for name, owner in owners.items() if owner.__module__.startswith("transformers.models.")}
+    return {name: f"{owner.__name__}.{name}" for name, owner in of_family.items() if name in vars(owner)}
 
 
 def _registered(model: PreTrainedModel) -> list[tuple[str, str, Any]]:

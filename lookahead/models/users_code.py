@@ -12,12 +12,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from lookahead.models.origin import OF_LOOP, Foreign, enclosed, function_of, is_defined, is_own
+from lookahead.models.origin import OF_LOOP, PREPARES_INPUTS, Foreign, enclosed, function_of, is_defined, is_own
 
 PASS_ON = ("accelerate", "bitsandbytes", "peft", "torchao")
 """Packages that wrap modules, and pass masks and positions on to them unchanged."""
-PREPARES = "_prefill", "prepare_inputs_for_generation", "_update_model_kwargs_for_generation"
-"""Those of `OF_LOOP` that choose what a pass is given, and nothing else."""
+PREPARES = "_prefill", *PREPARES_INPUTS
+"""Those of `OF_LOOP` that models of users may replace: what they give their passes is tried."""
 # Functions of a module that get only the tokens of a pass, and those of torch that get keys or scores.
 _OF_ROWS = {"apply_rotary_pos_emb", "rotate_half", "clip_qkv"}
 _OF_KEYS = {"scaled_dot_product_attention", "softmax", "matmul", "bmm", "baddbmm", "einsum", "cat"}

@@ -29,6 +29,17 @@ def hides_padding(model: PreTrainedModel, adapter: ModelAdapter) -> bool:
     return once(model, "padding", True, lambda: _try_padding(model, adapter))
 
 
+def gives_usual_inputs(model: PreTrainedModel, adapter: ModelAdapter, generation: GenerationConfig) -> bool:
+    """`loop_gives_usual_inputs` for a class that prepares its inputs. Families with a program need no trial: their
+    texts have been compared with those of generate().
+    """
+    users = state_of(model).users
+    is_own = users is None or users.prepares is None
+    if is_own and once(model, "program", True, lambda: _has_program(model)):
+        return True
+    return loop_gives_usual_inputs(model, adapter, generation)
+
+
 def loop_gives_usual_inputs(
     model: PreTrainedModel, adapter: ModelAdapter, generation: GenerationConfig, padding: int = 0
 ) -> bool:
@@ -58,11 +69,17 @@ def what_training_changes(model: PreTrainedModel, adapter: ModelAdapter) -> str 
         return None
     if (unknown := unknown_part(model, state)) is not None:
         return f"lookahead does not know what {unknown} does"
+    if not _has_program(model):
+        return f"lookahead does not know what {type(model).__name__} does"
+    return once(model, ("in training", state.in_training), True, lambda: _try_in_training(model, adapter))
+
+
+def _has_program(model: PreTrainedModel) -> bool:
     try:
         page_of(model)
     except UnknownModelError:
-        return f"lookahead does not know what {type(model).__name__} does"
-    return once(model, ("in training", state.in_training), True, lambda: _try_in_training(model, adapter))
+        return False
+    return True
 
 
 def _try_without_cache(model: PreTrainedModel, adapter: ModelAdapter) -> bool:

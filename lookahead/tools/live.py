@@ -1,5 +1,6 @@
 """The live line on a terminal: it shows how fast the text above it is written."""
 
+import os
 import shutil
 import statistics
 import time
@@ -97,7 +98,12 @@ class Meter:
 
 def fitted(line: str) -> str:
     """Return ``line``, cut to the width of the terminal and dimmed."""
-    return click.style(line[: shutil.get_terminal_size().columns - 1], dim=True)
+    return styled(line[: shutil.get_terminal_size().columns - 1], dim=True)
+
+
+def styled(text: str, **style: Any) -> str:
+    """Return ``text`` in the style that `click.style` gives it, unless the user wants none (no-color.org)."""
+    return text if os.environ.get("NO_COLOR") else click.style(text, **style)
 
 
 def below(line: str) -> str:

@@ -124,11 +124,13 @@ def read_prompt_lines(path: Path) -> list[PromptLine]:
         try:
             fields = json.loads(line)
             content = _content(fields)
+            name = next((name for name in ("id", "question_id") if name in fields), None)
+            if name is not None:
+                json.dumps(fields[name], allow_nan=False)  # the output repeats it
         except (ValueError, RecursionError) as error:
             raise click.ClickException(
                 f"{path}, line {number}: {error or 'it is nested too deeply'}. {REMEDY}"
             ) from error
-        name = next((name for name in ("id", "question_id") if name in fields), None)
         lines.append(PromptLine(number, content, {name: fields[name]} if name else {}))
     if not lines:
         raise click.ClickException(f"{path} holds no prompt. {REMEDY}")

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from lookahead.streaming import PieceStreamer, without_half_character
-from lookahead.tools.live import ERASE, Meter, below, fitted
+from lookahead.tools.live import ERASE, Meter, below, fitted, styled
 from lookahead.tools.words import WordWrap
 from ngram_pool.waiting import told_if_long
 
@@ -80,7 +80,7 @@ class StepStreamer(PieceStreamer):
         self._parts.clear()
 
     def _coloured(self, text: str) -> str:
-        return click.style(text, fg=STEP_COLOURS[self._step() % len(STEP_COLOURS)])
+        return styled(text, fg=STEP_COLOURS[self._step() % len(STEP_COLOURS)])
 
 
 class AnswerStreamer(StepStreamer):

@@ -16,6 +16,7 @@ from lookahead.passes.environment import environment
 from lookahead.stats import STAGES
 from lookahead.streaming import BYTE_TOKEN, CONTEXT, UNDECODED, TextPieces, inputs_of
 from lookahead.tools.files import write_whole
+from lookahead.vocabulary import special_tokens
 
 PAGE = Path(__file__).with_name("trace.html")
 PLACE = "__TRACE__"  # in the page, where the data belong
@@ -162,7 +163,7 @@ def label(tokenizer: PreTrainedTokenizerBase, token: int) -> str | list[str]:
     name = tokenizer.convert_ids_to_tokens(token)
     if not isinstance(name, str):
         return ["special", f"#{token}"]  # models often have more rows than their tokenizer has tokens
-    if token in tokenizer.all_special_ids:
+    if token in special_tokens(tokenizer):
         return ["special", name]
     if BYTE_TOKEN.fullmatch(name):
         code = int(name[3:5], 16)

@@ -11,9 +11,13 @@ from accelerate import cpu_offload, disk_offload
 from torch import nn
 from torchao.quantization import Int8DynamicActivationInt8WeightConfig, quantize_
 from transformers import (
+    CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     CLIPVisionConfig,
+    CsmConfig,
+    CsmForConditionalGeneration,
     LlamaConfig,
     LlavaConfig,
     LlavaForConditionalGeneration,
@@ -474,3 +478,55 @@ def test_a_token_without_an_embedding_refuses_no_model(vocabulary):
     model = tiny_model("llama", vocab_size=vocabulary, pad_token_id=first, eos_token_id=None, bos_token_id=None)
     assert not model.get_input_embeddings().weight[first].any()
     assert lookahead.wrap(model).lookahead.adapter.can_branch
+
+
+OF_TEXT = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
+
+
+def speaking_model():
+    """It writes frames of several codes each, by a loop of its own."""
+    of_codes = {**OF_TEXT, "num_codebooks": 3, "vocab_size": 33, "num_hidden_layers": 1, "head_dim": 16}
+    return CsmForConditionalGeneration(
+        CsmConfig(
+            **of_codes, text_vocab_size=97, pad_token_id=2, codebook_pad_token_id=30, codebook_eos_token_id=31,
+            bos_token_id=0, eos_token_id=None, depth_decoder_config={**of_codes, "backbone_hidden_size": 32},
+        )
+    )  # fmt: skip
+
+
+def model_that_knows_its_prompt():
+    """Before the first pass, its own method tells its cache how long the prompt is."""
+    of_images = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 8}
+    windows = {"mlp_dim": 32, "global_attn_indexes": [0], "downsample_channels": [8, 8], "window_size": 2}
+    of_experts = {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    config = CONFIG_MAPPING["unlimited_ocr"](
+        text_config={**OF_TEXT, **of_experts, "vocab_size": 97, "num_hidden_layers": 2, "sliding_window": 4},
+        vision_config={
+            "sam_config": {**of_images, **windows, "output_channels": 8, "image_size": 32},
+            "encoder_config": {**of_images, "intermediate_size": 32, "image_size": 16},
+        },
+        image_token_id=96,
+    )
+    return AutoModelForImageTextToText.from_config(config)
+
+
+@pytest.mark.parametrize(
+    ("made", "options"),
+    [
+        (speaking_model, {}),
+        *((model_that_knows_its_prompt, options) for options in ({}, {"prefill_chunk_size": 2}, {"use_cache": False})),
+    ],
+)
+def test_a_loop_of_the_familys_own_is_left_to_it(made, options):
+    """A class of transformers may replace any method of the loop of generate()."""
+    if made is model_that_knows_its_prompt and "unlimited_ocr" not in CONFIG_MAPPING:
+        pytest.skip("this transformers has no such model")
+    torch.manual_seed(0)
+    model = made().eval()
+    for parameter in model.parameters():
+        parameter.data.mul_(4 if parameter.ndim > 1 else 1)
+    ids, options = IDS, {"max_new_tokens": 30, "do_sample": False} | options
+    plain = model.generate(ids, **options)
+    lookahead.wrap(model)
+    with pytest.warns(UserWarning, match="a model with a loop of its own"):
+        assert torch.equal(model.generate(ids, **options), plain)

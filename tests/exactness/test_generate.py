@@ -6,6 +6,7 @@ import warnings
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 
+import numpy as np
 import pytest
 import torch
 from transformers import (
@@ -113,6 +114,10 @@ def test_stateful_processors_see_the_true_prefix_once(model, ids):
         {"max_new_tokens": 1},
         {"max_new_tokens": 2},
         {"max_length": 30},
+        {"max_length": 30.5},
+        {"max_new_tokens": 2e1},
+        {"max_new_tokens": torch.tensor(20), "do_sample": True},
+        {"max_new_tokens": np.float64(20), "do_sample": True},
         {"max_new_tokens": 30, "min_new_tokens": 25},
         {"max_new_tokens": 30, "do_sample": True, "temperature": 0.7, "top_k": 7, "min_p": 0.02},
         {"max_new_tokens": 30, "do_sample": True, "top_p": 0.8, "repetition_penalty": 1.2},

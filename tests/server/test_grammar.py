@@ -15,7 +15,7 @@ from hypothesis import given, note
 from hypothesis import strategies as st
 from server_process import ask, connect, running
 from test_lossless import random_cases
-from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessorList
+from transformers import AddedToken, AutoModelForCausalLM, AutoTokenizer, LogitsProcessorList
 
 import lookahead
 from lookahead import DEMO_MODEL, LookaheadConfig
@@ -302,7 +302,7 @@ def test_arguments_are_objects(strict, kind, is_refused):
 
 LARGE = {  # takes seconds to compile, and is then too large for a token of its text
     "type": "object",
-    "properties": {f"p{i}": {"type": "string", "pattern": f"^[a-z]{{{i % 50}}}x"} for i in range(5000)},
+    "properties": {f"p{i}": {"type": "string", "pattern": f"^[a-z]{{{i % 50}}}x"} for i in range(2500)},
     "additionalProperties": False,
 }
 
@@ -341,6 +341,33 @@ def test_a_schema_that_takes_minutes_is_given_up(strict):
         status, said = slow.result(60)
     assert (status, said["error"]["param"]) == (400, "response_format")
     assert "patternProperties" in said["error"]["message"]
+
+
+PRIMES = {"allOf": [{"type": "integer", "multipleOf": prime} for prime in (9973, 9967, 9949, 9941)]}
+
+
+def test_a_short_schema_that_cannot_be_compiled_holds_up_no_other(strict):
+    """Its size says nothing of what it takes, here more memory than there is."""
+    begun = time.monotonic()
+    status, said = ask(strict, "/v1/chat/completions", **formats("/v1/chat/completions", PRIMES)[0])
+    assert (status, said["error"]["param"]) == (400, "response_format")
+    assert "multipleOf" in said["error"]["message"]
+    assert ask(strict, "/v1/chat/completions", **formats("/v1/chat/completions", PERSON)[0], max_tokens=4)[0] == 200
+    assert time.monotonic() - begun < 60  # twenty times as long as alone
+
+
+@pytest.mark.parametrize("role", [True, False])
+@pytest.mark.parametrize("schema", [{"const": "a<mark>"}, {"type": "object", "properties": {"<mark>": {}}}])
+def test_tokens_without_a_role_may_be_special_too(model, schema, role):
+    """Such as those of repositories and file names in models of code."""
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
+    mark = AddedToken("<mark>", special=True)
+    tokenizer.add_special_tokens({"sep_token": mark}) if role else tokenizer.add_tokens([mark], special_tokens=True)
+    assert (mark.content in tokenizer.all_special_tokens) == role
+    with pytest.raises(RefusedError, match="it has <mark>, a special token"):
+        Grammars(tokenizer, None, len(tokenizer), {tokenizer.eos_token_id}).text(
+            Demand(schema), Prompt([1], []), many=True
+        )
 
 
 @pytest.mark.parametrize("schema", [{"const": "a<|endoftext|>"}, {"enum": ["a", "<|endoftext|>"]},

@@ -449,6 +449,7 @@ MESSAGES = [{"role": "user", "content": "def main():"}]
         ({"presence_penalty": 3}, "presence_penalty must be a number from -2 to 2; it is 3"),
         ({"response_format": {"type": "xml"}}, "response_format must be of type text"),
         ({"logit_bias": {"x": 1}}, "logit_bias must be an object of token ids and numbers"),
+        ({"logit_bias": {str(token): 1 for token in range(1025)}}, "logit_bias must have 1024 tokens at most"),
         ({"typical_p": 0.1}, "typical_p is not served: give it in generation_config"),
         ({"generation_config": "nonsense"}, "generation_config must be an object, or its JSON text"),
     ],

@@ -263,6 +263,8 @@ def test_the_pool_is_kept(prompts, tmp_path):
     [
         ("{", "line 3: "),
         ("5", "line 3: it is not an object"),
+        ('{"prompt": "a", "id": 1e400}', "line 3: Out of range float values are not JSON compliant"),
+        ('{"turns": ["a"], "question_id": [NaN]}', "line 3: Out of range float values are not JSON compliant"),
         ("{}", "line 3: it has neither prompt nor messages"),
         ('{"prompt": "a", "messages": []}', "line 3: it has prompt and messages"),
         ('{"prompt": ""}', "prompt must be a text that is not empty"),

@@ -230,6 +230,17 @@ def test_a_pipe_and_a_dumb_terminal_get_the_text_alone(is_terminal, capsys, monk
     assert capsys.readouterr().out == "long words\x1b here\n"
 
 
+def test_a_user_may_want_no_colours(monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("NO_COLOR", "1")
+    streamer = StepStreamer(FakeTokenizer(), lambda: 0)
+    for value in ([[1, 2]], *([ord(character)] for character in "some words")):
+        streamer.put(torch.tensor(value))
+    streamer.end()
+    assert capsys.readouterr().out == "some words\n"
+
+
 def test_rates(monkeypatch):
     now = iter([10.0, 10.5, 10.5, 11.0])
     monkeypatch.setattr(live.time, "perf_counter", lambda: next(now))

@@ -22,7 +22,7 @@ NO_THREAD = "thread_unsupported_request"  # Anthropic's client then sends the wh
 
 LEVELS = 64  # of nested lists and objects
 MESSAGES = 4096  # a template may look at all messages for each of them
-MOST_PROMPTS, MOST_ANSWERS, MOST_LIKELIEST = 64, 16, 20  # of a request
+MOST_PROMPTS, MOST_ANSWERS, MOST_LIKELIEST, MOST_BIASES = 64, 16, 20, 1024  # of a request
 STOPS, STOP_LENGTH = 16, 256  # every piece of an answer is compared with all of them
 NAMES, ITEMS, TEXT, LARGEST = 32, 64, 1000, 1_000_000  # of the variables of a template
 
@@ -730,6 +730,8 @@ def _sampling(settings: dict[str, Any]) -> dict[str, Any]:
 
 @blamed("logit_bias")
 def _biases(given: dict, vocabulary: int) -> dict[tuple[int], float]:
+    if len(given) > MOST_BIASES:
+        raise RefusedError(f"logit_bias must have {MOST_BIASES} tokens at most, not {len(given)}")
     is_bias = _from(-100, 100)[0]
     for token, bias in given.items():
         if not (token.isdecimal() and len(token) < 20 and int(token) < vocabulary and is_bias(bias)):

@@ -6,7 +6,7 @@ is forced.
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +20,7 @@ from lookahead.extending import GuessSource, Limits
 from lookahead.sequences import NewTokensProcessor
 from lookahead.tools.server.fields import Demand, RefusedError
 from lookahead.tools.server.reading import Prompt
+from lookahead.vocabulary import special_tokens
 from ngram_pool import GuessTree
 
 BLANKS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -42,6 +43,9 @@ class Grammars:
     ends: set[int]
     """Tokens that end an answer."""
     _reads: LLTokenizer | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self._special = special_tokens(self.tokenizer)
 
     def text(self, demand: Demand, prompt: Prompt, many: bool) -> str:
         """Return the grammar of an answer, for `compiled`. many: whether it may call several tools.
@@ -100,7 +104,7 @@ class Grammars:
 
         prompt: tokens before the text. param: the field of the request that asks for it.
         """
-        text = Enforced(grammar.deep_copy(), prompt, self.tokenizer.all_special_ids, param)
+        text = Enforced(grammar.deep_copy(), prompt, self._special, param)
         return HideForbidden(text, self.ends), ForcedTokens(text)
 
     @property
@@ -136,10 +140,10 @@ class Grammars:
         return [f"calls: call{more}", rf"call: {opens} /\n?/ ({' | '.join(ways)}) /\n?/ {closes}", *arguments]
 
     def _json(self, schema: dict) -> str:
-        return _json(schema, self.tokenizer.all_special_tokens)
+        return _json(schema, self._special.values())
 
     def _literal(self, text: str) -> str:
-        return text if text in self.tokenizer.all_special_tokens else json.dumps(text)
+        return text if text in self._special.values() else json.dumps(text)
 
 
 def _functions(tools: Sequence[Any], names: Sequence[str]) -> list[tuple[int, dict]]:
@@ -158,7 +162,7 @@ def blamed_tool(number: int, name: str) -> Iterator[None]:
         raise RefusedError(says, f"tools[{number}]") from error
 
 
-def _json(schema: dict, special: Sequence[str]) -> str:
+def _json(schema: dict, special: Collection[str]) -> str:
     """Raises RefusedError for a schema that may be too deep: to compile it would end the process. And for one that
     forces the text of a special token: llguidance would then force the token itself.
     """
@@ -185,7 +189,7 @@ def _json(schema: dict, special: Sequence[str]) -> str:
 class Enforced:
     """A text that keeps to a grammar, as far as it is written."""
 
-    def __init__(self, grammar: LLMatcher, prompt: int, special: Sequence[int] = (), param: str | None = None):
+    def __init__(self, grammar: LLMatcher, prompt: int, special: Iterable[int] = (), param: str | None = None):
         """grammar: followed from here on by this text alone. prompt: its tokens. special: tokens without a text.
         param: at fault for errors.
         """

@@ -9,6 +9,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from lookahead.compat.parsing import unread
+from lookahead.vocabulary import special_tokens
 
 TEXT, REASONING = "text", "reasoning"
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # names of it in response templates
@@ -90,7 +91,7 @@ class Parser:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template: dict, prompt: str, tools: list[Any] | None):
         """prompt: what stands before the answer, for a chat template may have begun it."""
-        special = "|".join(map(re.escape, tokenizer.all_special_tokens)) or r"(?!)"
+        special = "|".join(map(re.escape, special_tokens(tokenizer).values())) or r"(?!)"
         self._tokenizer, self._unseen = tokenizer, re.compile(special)
         self._units = re.compile(rf"{special}|\w+|.", re.DOTALL)
         self._parser: Any = tokenizer.get_response_parser(template, prefix=prompt, tools=tools)  # None: it has failed
