@@ -7,7 +7,7 @@ GPU_FLAGS ?=
 PROGRAMS ?= 200
 NATIVE_FLAGS ?=
 ifndef PART
-PART := $(shell awk 'BEGIN { srand(); print int(6 * rand()) }')/6
+PART := $(shell awk 'BEGIN { srand(); print int(8 * rand()) }')/8
 endif
 VENV := .venv
 INSTALLED := $(VENV)/installed
@@ -43,7 +43,7 @@ lint: $(WITH_TESTS)
 	$(VENV)/bin/lint-imports --no-cache
 	$(VENV)/bin/mypy
 
-# A sixth of the many cases, drawn anew each time, and three tenths of the examples of each property test. The command that
+# An eighth of the many cases, drawn anew each time, and three tenths of the examples of each property test. The command that
 # make shows runs the same cases again. test-all runs everything.
 test: lint
 	$(DRAWN) $(VENV)/bin/python -m pytest $(PROCESSES)

@@ -194,6 +194,7 @@ def test_torchao_weights_in_int8(model, config, options):
     assert model.lookahead.passes == "fused", "int8 weights are read as they are"
 
 
+@pytest.mark.long
 def test_torchao_activations_in_int8(model):
     """Scaled to int8 in every pass, an activation at the edge of two steps goes either way by rounding: near ties."""
     quantize_(model, Int8DynamicActivationInt8WeightConfig())

@@ -1213,6 +1213,7 @@ def test_a_verdict_knows_where_modules_are(kept):
     assert text_of(changed) == text_of(plain)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("part", [lambda model: model, lambda model: model.model.layers[0].self_attn])
 def test_a_compiled_model_is_tried_itself(part, kept):
     """What is compiled cannot tell that a pass is ours, so it does not look up our attention."""

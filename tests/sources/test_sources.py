@@ -1254,7 +1254,7 @@ def test_needs_and_tokens_of_a_wrong_type_are_refused_by_the_name_of_their_class
             return [GuessTree(np.array([5.0]), np.array([-1]), np.array([1]), np.ones(1), np.array([-1]))]
 
     model = tiny_model("llama")
-    with pytest.raises(TypeError, match=r"Needy\.needs=None must be a lookahead\.Needs"):
+    with pytest.raises(TypeError, match=r"Needy\.needs=None must be a lookahead\.extending\.Needs"):
         lookahead.wrap(model, source=Needy())
     Needy.needs = Needs()
     lookahead.wrap(model, source=[PoolSource(), Needy()])
