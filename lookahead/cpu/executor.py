@@ -454,7 +454,7 @@ class Executor:
             said = count = 0
         tokens, probabilities = np.empty((said, count), np.int64), np.empty((said, count), np.float32)
         if rotary is not self._rotary:
-            self._turn_by(rotary)
+            self._rotate_by(rotary)
         most = min(self._rotated if self.rotaries else 2**62, self.positions or 2**62)
         if max(positions.tolist()) >= most:
             raise ValueError(f"the tables of positions have only {most} of them")
@@ -591,7 +591,7 @@ class Executor:
             for table in pair
         )
 
-    def _turn_by(self, rotary: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def _rotate_by(self, rotary: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
         if not self.can_rotate_by(rotary):
             raise ValueError("the tables of the rotary embedding do not fit the heads")
         pairs = [rotary[name] for name in self.rotaries]

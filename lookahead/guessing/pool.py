@@ -79,6 +79,8 @@ class PoolGuesser(Guesser):
             tokens, probabilities = top_k(outcome.logits, self._temperature, TOP_K)
         of_each = outcome.texts, outcome.steps, outcome.emitted, outcome.first
         for text, step, new, first in zip(*of_each, strict=True):
+            if max(new, default=0) >= self._vocabulary:  # a processor of this text has more scores than the model
+                continue
             tree, rows = slice(1, 1 + step.guesses), slice(first, first + 1 + step.guesses)
             guesses, parents = step.ids[tree], step.parents[tree] - 1  # the root is row 0 of a step
             self._pool.learn_step(text, guesses, parents, tokens[rows], probabilities[rows], new)

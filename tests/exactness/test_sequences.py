@@ -1,5 +1,6 @@
 """Texts that are decoded at once, in one thread or in several, are those that each is alone."""
 
+import copy
 import gc
 import os
 import random
@@ -770,3 +771,33 @@ def test_a_model_that_has_been_unwrapped_is_named():
         future.result()
     with pytest.raises(TypeError, match="LlamaForCausalLM is not wrapped"):
         sequences.submit(torch.tensor([[5, 6]]))
+
+
+class Widen(LogitsProcessor):
+    """Scores tokens that the model does not know, and chooses one of them when the text has ``length`` tokens."""
+
+    def __init__(self, length):
+        self.length = length
+
+    def __call__(self, input_ids, scores):
+        more = torch.full((len(scores), 3), -1e9)
+        more[:, 1] = 1e9 if input_ids.shape[1] == self.length else -1e9
+        return torch.cat([scores, more], dim=-1)
+
+
+def test_a_token_that_the_model_does_not_know_fails_its_own_text_alone():
+    """The pool that texts share does not learn it."""
+    plain, ids = tiny_model("llama"), torch.tensor([[5, 6, 7, 8] * 3])
+    beside = [ids[:, begin:] for begin in range(4)]
+    expected = [plain.generate(one, max_new_tokens=20, do_sample=False) for one in beside]
+    for length in (15, 18, 19):
+        model = lookahead.wrap(copy.deepcopy(plain), LookaheadConfig(budget=8, window_size=0))
+        running = lookahead.Sequences(model)
+        options = {"max_new_tokens": 12, "do_sample": False}
+        odd = running.submit(ids, logits_processor=LogitsProcessorList([Widen(length)]), **options)
+        others = [running.submit(one, max_new_tokens=20, do_sample=False) for one in beside]
+        while running.step():
+            pass
+        assert isinstance(odd.exception(), IndexError)
+        assert [other.result().tolist() for other in others] == [one.tolist() for one in expected]
+        assert model.lookahead.pool.largest_token < plain.config.vocab_size
