@@ -43,8 +43,8 @@ lint: $(WITH_TESTS)
 	$(VENV)/bin/lint-imports --no-cache
 	$(VENV)/bin/mypy
 
-# An eighth of the many cases, drawn anew each time, and three tenths of the examples of each property test. The command that
-# make shows runs the same cases again. test-all runs everything.
+# An eighth of the many cases, drawn anew each time, and three tenths of the examples of each property test. The command
+# that make shows runs the same cases again. test-all runs everything.
 test: lint
 	$(DRAWN) $(VENV)/bin/python -m pytest $(PROCESSES)
 

@@ -1,7 +1,7 @@
 """One table holds all evidence of which token follows which context.
 
     key      64-bit hash of some of the last tokens, for each kind of context in KINDS
-    entry    up to 8 next tokens with probabilities and origins, and the number of observations after them
+    entry    up to 8 next tokens with probabilities and origins, and the number of observations that they rest on
     table    fixed arrays of buckets of WAYS entries. A new key evicts the entry of its bucket with the greatest time
              since it was last learned, divided by its number of observations
 

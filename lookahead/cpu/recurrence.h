@@ -1,6 +1,6 @@
 // Layers that keep a state of all positions together, over the rows of a step, which are a forest: before a row come its
-// own ancestors, then what the state holds. So a row is computed alike in any company, and rejected rows leave nothing
-// after. The state itself changes only when the accepted rows are committed.
+// own ancestors, then what the state holds. So a row is computed alike in any company, and rejected rows leave no
+// trace. The state itself changes only when the accepted rows are committed.
 
 #pragma once
 

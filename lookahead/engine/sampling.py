@@ -369,7 +369,7 @@ def _choice_of(processors: LogitsProcessorList, draws: bool) -> "tuple[list[Logi
 
 def whole(length: Any) -> int:
     """The number of tokens at which a text reaches a length. Callers may give any number, such as 1e3 or a tensor."""
-    return math.ceil(min(length, 2**62))
+    return math.ceil(min(max(length, 0), 2**62))
 
 
 def _asks_for_tokens(criterion: StoppingCriteria) -> bool:

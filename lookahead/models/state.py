@@ -97,7 +97,7 @@ class State:
             from lookahead.models.users_code import UsersCode  # other models run none
 
             self.users = UsersCode(modules, _unwrapped(self._classes[0]), self.foreign, [hook for _, hook in hooks])
-        own = _own_loop(_unwrapped(self._classes[0]))
+        own = _replaced_by_family(_unwrapped(self._classes[0]))
         self._own_loop = next((own[name] for name in OF_LOOP if name in own and name not in PREPARES_INPUTS), None)
         by_users = self.users.prepares if self.users else None
         self.prepares = by_users or next((own[name] for name in PREPARES_INPUTS if name in own), None)
@@ -257,7 +257,7 @@ def _origin(of_modules: list[type], registered: list[tuple[str, str, Any]], befo
     return origin
 
 
-def _own_loop(cls: type) -> dict[str, str]:
+def _replaced_by_family(cls: type) -> dict[str, str]:
     """Methods of the loop of generate() that a model's class inherits from its family, by name, and where they are."""
     owners = {name: next((base for base in cls.__mro__ if name in vars(base)), cls) for name in OF_LOOP}
     of_family = {name: owner for name, owner in owners.items() if owner.__module__.startswith("transformers.models.")}

@@ -153,17 +153,18 @@ def trace_of(record: Recorder, model: PreTrainedModel, tokenizer: PreTrainedToke
     about = {"model": Path(path).name if path else type(model).__name__, **environment(model)}
     prompt = tokenizer.decode(record.prompt)
     text = tokenizer.decode(record.tokens, skip_special_tokens=True)
-    labels = {token: label(tokenizer, token) for token in sorted(known)}
+    special = special_tokens(tokenizer)
+    labels = {token: label(tokenizer, token, token in special) for token in sorted(known)}
     return Trace(record, prompt, text, parts, labels, about)  # type: ignore[arg-type]  # decode gives one text
 
 
-def label(tokenizer: PreTrainedTokenizerBase, token: int) -> str | list[str]:
+def label(tokenizer: PreTrainedTokenizerBase, token: int, is_special: bool) -> str | list[str]:
     """Return how to show a token: its text; ["special", name] for a special token or an id that no token has; or
     ["bytes", hexadecimal digits] for a part of a character."""
     name = tokenizer.convert_ids_to_tokens(token)
     if not isinstance(name, str):
         return ["special", f"#{token}"]  # models often have more rows than their tokenizer has tokens
-    if token in special_tokens(tokenizer):
+    if is_special:
         return ["special", name]
     if BYTE_TOKEN.fullmatch(name):
         code = int(name[3:5], 16)

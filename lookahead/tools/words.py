@@ -1,7 +1,8 @@
 """Break the lines of a terminal between words, in text that comes in pieces.
 
 The text may be Markdown, and people copy it from the terminal. So only lines of prose are broken, where Markdown takes
-a line break for a space. All other lines (code, headings, quotes, tables, HTML) are left to the terminal.
+a line break for a space. All other lines (code, headings, quotes, tables, HTML) are left to the terminal. A table is
+known by the bar that begins its first row, and HTML ends for us with the next empty line.
 """
 
 import re
@@ -21,13 +22,14 @@ MARKER = r"(?:[-+*]|\d{1,9}[.)])"  # of a list item
 # Words that start a block at the beginning of a line: markers of lists, headings and quotes, rules, underlines, fences,
 # tables, HTML.
 BLOCK = r"(?:[-+*_=:|]+|#{1,6}|\d{1,9}[.)]|[<>|]\S*|`{3,}\S*|~{3,}\S*)(?!\S)"
-# Lines that begin with a word of prose, or with a marker and such a word. Where the indent is deeper, it may be code.
-PROSE = re.compile(rf" {{0,3}}(?:{MARKER} {{1,4}})?(?!{BLOCK})\S")
+# Lines that begin with a word of prose, or with a marker and such a word. A deeper indent may be code, a bracket may
+# begin the definition of a link.
+PROSE = re.compile(rf" {{0,3}}(?:{MARKER} {{1,4}})?(?!{BLOCK}|\[)\S")
 FENCE = re.compile(rf"(?:[ \t>]|{MARKER}[ \t])*(`{{3,}}(?!.*`)|~{{3,}})")  # no backtick may follow one of backticks
 
 
 class WordWrap:
-    """Writes text and breaks lines between words. The terminal breaks words that are longer than a line.
+    """Writes text and breaks lines of prose between words. The terminal breaks the rest at its edge.
 
     A word is held back until it is complete.
     """
@@ -40,7 +42,7 @@ class WordWrap:
         self._word = ""  # the word that is held back, with its colours
         self._plain = ""  # the same without colours
         self._fence = ""  # the fence that opened the current code block
-        self._in_table = False  # whether this line may be a table row
+        self._in_block = False  # whether this line may be of a table or of HTML
 
     @property
     def is_at_edge(self) -> bool:
@@ -80,7 +82,7 @@ class WordWrap:
 
     def _may_break(self) -> bool:
         """Whether Markdown takes a line break for the gap before the word that is held back."""
-        if self._fence or self._in_table or "|" in self._line + self._plain or self._line.endswith("\\"):
+        if self._fence or self._in_block or "|" in self._line + self._plain or self._line.endswith("\\"):
             return False
         # Two spaces count in code. Where there is no space, a line break would be one.
         return self._gap == " " and PROSE.match(self._line) is not None and not re.match(BLOCK, self._plain)
@@ -96,7 +98,8 @@ class WordWrap:
                 self._fence = ""
         elif fence := FENCE.match(self._line):
             self._fence = fence[1]
-        self._in_table = bool(self._line) and (self._in_table or "|" in self._line)
+        begins = "|" in self._line or self._line.lstrip().startswith("<")
+        self._in_block = bool(self._line) and (self._in_block or begins)
         self._line, self._gap = "", ""
 
     def _put(self, text: str, plain: str, columns: int) -> None:

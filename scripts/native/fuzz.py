@@ -105,15 +105,15 @@ def guarded() -> Iterator[Guarded]:
             memory.free()
 
 
-def random_form(rng: random.Random, inputs: int, dtype: torch.dtype) -> Format | None:
+def random_format(rng: random.Random, inputs: int, dtype: torch.dtype) -> Format | None:
     """A format of GGUF whose blocks divide rows of ``inputs`` weights; None if there is none."""
-    forms = [form for form in Format if form.is_in_blocks and inputs % form.block[0] == 0]
-    return rng.choice(forms) if forms and dtype == torch.float32 else None
+    formats = [format for format in Format if format.is_in_blocks and inputs % format.block[0] == 0]
+    return rng.choice(formats) if formats and dtype == torch.float32 else None
 
 
-def random_weights(form: Format, outputs: int, inputs: int) -> torch.Tensor:
+def random_weights(format: Format, outputs: int, inputs: int) -> torch.Tensor:
     numbers = np.random.default_rng(int(torch.randint(2**31, ())))
-    return torch.from_numpy(random_blocks(Kind[form.name], outputs, inputs, numbers, inputs**-0.5))
+    return torch.from_numpy(random_blocks(Kind[format.name], outputs, inputs, numbers, inputs**-0.5))
 
 
 def random_linear(
@@ -124,8 +124,8 @@ def random_linear(
     weight = torch.randn(outputs, inputs) * inputs**-0.5
     kind = rng.choice(["plain", "bf16", "bytes", "grouped", "int4", "q8", "q4", "mxfp4", "odd", "gguf", "gguf"])
     numbers, size = torch.randint(-8 if kind == "int4" else -127, 8 if kind == "int4" else 128, weight.shape), 32
-    if kind == "gguf" and (form := random_form(rng, inputs, dtype)):
-        return Linear(memory.copy(random_weights(form, outputs, inputs)), None, bias, format=form)
+    if kind == "gguf" and (format := random_format(rng, inputs, dtype)):
+        return Linear(memory.copy(random_weights(format, outputs, inputs)), None, bias, format=format)
     if kind == "bytes":
         scales = (torch.rand(outputs) * 0.02 * inputs**-0.5).to(dtype)
         return Linear(memory.copy(numbers.to(torch.int8)), memory.copy(scales), bias, format=Format.BYTES)
@@ -449,11 +449,11 @@ class RandomProgram:
         has_positions, norms = self.rng.random() < 0.2, self.rng.choice(["", "heads", "all heads"])
         is_parallel = self.rng.random() < 0.2
         table, offset = (self.numbers(positions + 2, width), self.rng.choice([0, 2])) if has_positions else (None, 0)
-        form = None if has_positions or self.rng.random() < 0.7 else random_form(self.rng, width, self.dtype)
-        rows = torch.randn(vocabulary, width) if form is None else random_weights(form, vocabulary, width)
-        embedding = self.memory.copy(rows.to(self.dtype) if form is None else rows)
-        factor = self.rng.choice([1.0, 3.0]) * (1 if form is None else width**0.5)
-        embed = op.Embed(Value(width), embedding, factor, table, offset, form or Format.FLOATS)
+        format = None if has_positions or self.rng.random() < 0.7 else random_format(self.rng, width, self.dtype)
+        rows = torch.randn(vocabulary, width) if format is None else random_weights(format, vocabulary, width)
+        embedding = self.memory.copy(rows.to(self.dtype) if format is None else rows)
+        factor = self.rng.choice([1.0, 3.0]) * (1 if format is None else width**0.5)
+        embed = op.Embed(Value(width), embedding, factor, table, offset, format or Format.FLOATS)
         x = self.keep(self.add(embed))
         for layer in range(layers):
             x = self.through_streams(x) if self.rng.random() < 0.2 else x

@@ -67,7 +67,7 @@ def later(function, after=24):
 
 
 def slanted(function):
-    """A function of queries and keys that turns them another way."""
+    """A function of queries and keys that rotates them another way."""
 
     @functools.wraps(function)
     def other(q, k, *args, **kwargs):

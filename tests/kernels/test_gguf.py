@@ -28,32 +28,32 @@ from transformers.integrations.gguf.dequant import GGML_NAME, dequantize
 from transformers.integrations.gguf.utils import replace_with_gguf_modules
 
 TYPES = {name: number for number, name in GGML_NAME.items()}
-FORMS = [form for form in Format if form.is_in_blocks]
+FORMATS = [format for format in Format if format.is_in_blocks]
 GREEDY = {"max_new_tokens": 24, "do_sample": False}
 
 
 def made(name: str, outputs: int, inputs: int, extreme: float = 0.0) -> torch.Tensor:
-    """Random blocks of a form, uint8 [outputs, bytes]. extreme: how many scales are tiny, huge or 0."""
+    """Random blocks of a format, uint8 [outputs, bytes]. extreme: how many scales are tiny, huge or 0."""
     random = np.random.default_rng(int(torch.randint(2**31, ())))
     return torch.from_numpy(random_blocks(Kind[name], outputs, inputs, random, 0.02, extreme))
 
 
 @settings(max_examples=300, deadline=None)
 @given(
-    form=st.sampled_from(FORMS),
+    format=st.sampled_from(FORMATS),
     outputs=st.integers(1, 60),
     count=st.integers(1, 14),
     rows=st.sampled_from([*range(1, 30), 32, 33, 45, 70]),
     extreme=st.sampled_from([0.0, 0.05, 1.0]),
     seed=st.integers(0, 999),
 )
-def test_products_with_blocks_are_those_with_their_numbers(form, outputs, count, rows, extreme, seed):
+def test_products_with_blocks_are_those_with_their_numbers(format, outputs, count, rows, extreme, seed):
     """To the last bit. count: of blocks in a row."""
-    note(f"{form=} {outputs=} {count=} {rows=} {extreme=} {seed=}")
+    note(f"{format=} {outputs=} {count=} {rows=} {extreme=} {seed=}")
     torch.manual_seed(seed)
-    blocks = made(form.name, outputs, form.block[0] * count, extreme)
+    blocks = made(format.name, outputs, format.block[0] * count, extreme)
     bias = torch.randn(outputs) if seed % 2 else None
-    linear, plain = Linear(blocks, None, bias, format=form), Linear(unpacked(blocks, form), None, bias)
+    linear, plain = Linear(blocks, None, bias, format=format), Linear(unpacked(blocks, format), None, bias)
     assert plain.weight.isfinite().all()
     assert (linear.outputs, linear.inputs) == (plain.outputs, plain.inputs)
     assert linear.is_served(torch.float32)
@@ -63,13 +63,13 @@ def test_products_with_blocks_are_those_with_their_numbers(form, outputs, count,
     assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("form", FORMS, ids=[form.name for form in FORMS])
-def test_rows_of_an_embedding_are_unpacked(form):
-    blocks = made(form.name, 30, 512, extreme=0.1)
+@pytest.mark.parametrize("format", FORMATS, ids=[format.name for format in FORMATS])
+def test_rows_of_an_embedding_are_unpacked(format):
+    blocks = made(format.name, 30, 512, extreme=0.1)
     values = [operations.Value(512) for _ in range(2)]
     embeds = [
-        operations.Embed(values[0], blocks, 0.3, format=form),
-        operations.Embed(values[1], unpacked(blocks, form), 0.3),
+        operations.Embed(values[0], blocks, 0.3, format=format),
+        operations.Embed(values[1], unpacked(blocks, format), 0.3),
     ]
     head, ids = Linear(torch.eye(512)), torch.tensor([3, 29, 0, 3]).numpy()
     found, expected = (
@@ -79,17 +79,17 @@ def test_rows_of_an_embedding_are_unpacked(form):
     assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("form", FORMS, ids=[form.name for form in FORMS])
-def test_each_code_of_each_group_is_read(form):
+@pytest.mark.parametrize("format", FORMATS, ids=[format.name for format in FORMATS])
+def test_each_code_of_each_group_is_read(format):
     """Also each bit of scales and codes: blocks with one bit flipped hold what gguf says."""
-    weights, size = form.block
-    blocks = made(form.name, 1, weights).repeat(8 * size, 1)
+    weights, size = format.block
+    blocks = made(format.name, 1, weights).repeat(8 * size, 1)
     bits = torch.arange(8 * size)
     blocks[bits, bits // 8] ^= 2 ** (bits % 8).byte()
-    expected = unpacked(blocks, form)
+    expected = unpacked(blocks, format)
     is_known = expected.isfinite().all(1)  # a bit of a scale may make it infinite
     assert is_known.float().mean() > 0.9
-    (found,) = gemm.multiply(torch.eye(weights), [Linear(blocks, format=form)])
+    (found,) = gemm.multiply(torch.eye(weights), [Linear(blocks, format=format)])
     assert torch.equal(found.T[is_known], expected[is_known])
 
 
@@ -127,16 +127,16 @@ def kernel_for_cpus():
         kernels._gguf_kernel = before
 
 
-def in_blocks(model, forms: list[str]):
-    """Give a model's linear layers and its embedding random blocks of these forms in turn."""
+def in_blocks(model, formats: list[str]):
+    """Give a model's linear layers and its embedding random blocks of these formats in turn."""
     tied = model.config.tie_word_embeddings
     names = [
         name for name, module in model.named_modules() if isinstance(module, (torch.nn.Linear, torch.nn.Embedding))
     ]
-    plan = {f"{name}.weight": TYPES[forms[i % len(forms)]] for i, name in enumerate(names)}
+    plan = {f"{name}.weight": TYPES[formats[i % len(formats)]] for i, name in enumerate(names)}
     of_experts = [name for name, module in model.named_modules() if name.endswith(".experts")]
     plan |= {
-        f"{name}.{part}": TYPES[forms[i % len(forms)]]
+        f"{name}.{part}": TYPES[formats[i % len(formats)]]
         for name in of_experts
         for i, part in enumerate(("gate_up_proj", "down_proj"))
     }
@@ -174,11 +174,13 @@ OF_FAMILIES = {
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", *OF_FAMILIES])
 @pytest.mark.parametrize(
-    "forms", [["Q4_K", "Q6_K"], ["Q8_0"], ["Q4_0", "Q5_K", "Q4_1"], ["Q2_K", "IQ4_NL", "Q3_K", "IQ4_XS"]], ids="-".join
+    "formats",
+    [["Q4_K", "Q6_K"], ["Q8_0"], ["Q4_0", "Q5_K", "Q4_1"], ["Q2_K", "IQ4_NL", "Q3_K", "IQ4_XS"]],
+    ids="-".join,
 )
-def test_texts_are_those_of_the_model_itself(family, forms):
+def test_texts_are_those_of_the_model_itself(family, formats):
     with kernel_for_cpus():
-        model = in_blocks(tiny_model(family, **SIZES, **OF_FAMILIES.get(family, {})), forms)
+        model = in_blocks(tiny_model(family, **SIZES, **OF_FAMILIES.get(family, {})), formats)
         prompts = [torch.randint(3, 97, (1, n)) for n in (1, 9, 70)]
         settings = [GREEDY, GREEDY | {"do_sample": True, "top_k": 20}]
         expected, found = [], []
@@ -205,7 +207,7 @@ def test_a_block_that_was_written_to_is_seen_by_the_next_pass():
         assert after == lookahead.unwrap(model).generate(prompt, **GREEDY).tolist()
 
 
-def test_forms_that_our_kernels_do_not_read_are_left_to_the_model(monkeypatch):
+def test_formats_that_our_kernels_do_not_read_are_left_to_the_model(monkeypatch):
     monkeypatch.setitem(HALVES, "IQ3_S", [0])
     with kernel_for_cpus():
         model = in_blocks(tiny_model("llama", **SIZES), ["Q8_0"])

@@ -35,7 +35,7 @@ def parts(tokenizer, template, text, prompt=PROMPT, size=1):
 def parts_of_pieces(tokenizer, template, pieces, prompt=PROMPT, is_cut=False):
     tokenizer.chat_template = template
     found = response_template(tokenizer, ["<|im_end|>", "<|end|>"])
-    parser, trim = Parser(tokenizer, found, prompt, TOOLS), Trim()
+    parser, trim = Parser(tokenizer, tokenizer.all_special_tokens, found, prompt, TOOLS), Trim()
     joined = []
     for part in [*(part for piece in pieces for part in parser.feed(piece)), *parser.finish(is_cut)]:
         if not isinstance(part, Call):
@@ -157,7 +157,7 @@ def test_a_text_in_a_call_may_hold_what_ends_a_call(tokenizer, value, size, is_s
 
 
 @pytest.mark.parametrize("size", [1, 7, 1000])
-def test_a_call_that_is_cut_off_is_the_whole_text_behind_a_good_one(tokenizer, size):
+def test_a_call_that_is_cut_off_is_the_whole_text_after_a_good_one(tokenizer, size):
     call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
     for cut in range(12, len(call) - 12):
         told = parts(tokenizer, AS_JSON, f"{call}\n{call[:cut]}", size=size)

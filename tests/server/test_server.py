@@ -65,6 +65,10 @@ def tokenizer():
     return AutoTokenizer.from_pretrained(DEMO_MODEL)
 
 
+def parser(tokenizer, *of_answer):
+    return Parser(tokenizer, tokenizer.all_special_tokens, *of_answer)
+
+
 @pytest.fixture(scope="module")
 def expected(plain, tokenizer):
     """What ``model.generate`` writes."""
@@ -326,7 +330,7 @@ ENDS_CONTENT = {"defaults": {}, "start_anchor": "~", "fields": {"content": {"con
 def test_only_tokens_whose_text_is_sent_have_probabilities(tokenizer, text, stops, is_parsed):
     """Not those of a stop string, of blanks that are left out, or of the end. Their bytes make the text."""
     ids = [*tokenizer(text).input_ids, tokenizer.eos_token_id]
-    parser = Parser(tokenizer, ENDS_CONTENT, "~", None) if is_parsed else None
+    parser = Parser(tokenizer, tokenizer.all_special_tokens, ENDS_CONTENT, "~", None) if is_parsed else None
     sent, written = "", []
     for piece in told(tokenizer, [[token] for token in ids], tuple(stops), parser):
         sent += piece.text
@@ -355,8 +359,13 @@ def test_tokens_of_marks_and_calls_have_no_probabilities(tokenizer, written, beg
     cuts = sorted(random.sample(range(len(ids) + 1), random.randint(0, len(ids))))
     steps = [ids[at:end] for at, end in zip([0, *cuts], [*cuts, len(ids)], strict=True)]
     prompt = "~<think>" if begun else "~"
-    pieces = told(tokenizer, steps, (), Parser(tokenizer, THINKING, prompt, None))
-    assert pieces == told(tokenizer, [[token] for token in ids], (), Parser(tokenizer, THINKING, prompt, None))
+    pieces = told(tokenizer, steps, (), parser(tokenizer, THINKING, prompt, None))
+    assert pieces == told(
+        tokenizer,
+        [[token] for token in ids],
+        (),
+        parser(tokenizer, THINKING, prompt, None),
+    )
     for kind in (TEXT, REASONING):
         of_kind = [piece for piece in pieces if isinstance(piece, Words) and piece.kind == kind]
         sent = "".join(piece.text for piece in of_kind)
@@ -641,7 +650,14 @@ def test_tokens_behind_the_call_that_ends_an_answer_do_not_count(tokenizer, rand
     call = '<tool>{"name": "f", "arguments": {}}</tool>'
     ids = tokenizer(f"see {call} and {call} more").input_ids
     cuts = sorted(random.sample(range(len(ids) + 1), 4))
-    writer = Writer(tokenizer, Parser(tokenizer, TEMPLATE, "~", None), (), None, lambda piece: None, lambda: None)
+    writer = Writer(
+        tokenizer,
+        parser(tokenizer, TEMPLATE, "~", None),
+        (),
+        None,
+        lambda piece: None,
+        lambda: None,
+    )
     writer.put(torch.zeros(1, 1, dtype=torch.long))
     writer.begin([], Stats())
     for at, end in zip([0, *cuts], [*cuts, len(ids)], strict=True):

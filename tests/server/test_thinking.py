@@ -408,7 +408,9 @@ def test_the_tokens_of_reasoning_are_counted(pieces, joined, begun, rng):
     ids = [token for piece in (["".join(pieces)] if joined else pieces) for token in tokenizer(piece).input_ids]
     prompt = "a: <think>\n" if begun else "a: "
     sent: list = []
-    writer = Writer(tokenizer, Parser(tokenizer, BETWEEN, prompt, None), (), None, sent.append)
+    writer = Writer(
+        tokenizer, Parser(tokenizer, tokenizer.all_special_tokens, BETWEEN, prompt, None), (), None, sent.append
+    )
     writer.put(torch.zeros(1, 1, dtype=torch.long))
     writer.begin([], Stats())
     at = 0

@@ -87,7 +87,7 @@ SHORT = _Thread(0.1996, 0.0014), _Thread(0.1963, 0.0002)
     ("helper", "stolen", "is_busy"),
     [
         (_Thread(0.0, 0.0), 0.0, False),
-        (_Thread(0.0001, 0.0404), 0.0, False),  # a timer that waits after the two
+        (_Thread(0.0001, 0.0404), 0.0, False),  # a timer that waits for the two
         (_Thread(0.0, 0.0), 0.02, False),  # two ticks, of either processor
         (_Thread(0.15, 0.05), 0.0, True),  # a third thread that computes
         (_Thread(0.0001, 0.0202), 0.04, True),

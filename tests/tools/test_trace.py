@@ -182,12 +182,12 @@ def test_characters_of_several_tokens(demo):
 def test_labels_of_byte_level_tokens(demo):
     tokenizer = demo[1]
     for token in tokenizer("\U0001f30a").input_ids:
-        kind, digits = label(tokenizer, token)
+        kind, digits = label(tokenizer, token, False)
         assert kind == "bytes"
         assert set(digits.split()) <= {"F0", "9F", "8C", "8A"}
-    assert label(tokenizer, tokenizer(" return").input_ids[0]) == " return"
-    assert label(tokenizer, tokenizer.eos_token_id) == ["special", tokenizer.eos_token]
-    assert label(tokenizer, len(tokenizer) + 5) == ["special", f"#{len(tokenizer) + 5}"]
+    assert label(tokenizer, tokenizer(" return").input_ids[0], False) == " return"
+    assert label(tokenizer, tokenizer.eos_token_id, True) == ["special", tokenizer.eos_token]
+    assert label(tokenizer, len(tokenizer) + 5, False) == ["special", f"#{len(tokenizer) + 5}"]
 
 
 def test_labels_of_sentencepiece_tokens():
@@ -198,7 +198,7 @@ def test_labels_of_sentencepiece_tokens():
          decoders.Strip(" ", 1, 0)]
     )  # fmt: skip
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<s>")
-    labels = [label(tokenizer, i) for i in range(len(names))]
+    labels = [label(tokenizer, i, i in tokenizer.all_special_ids) for i in range(len(names))]
     assert labels == [["special", "<s>"], " sea", "sea", "\n", ["bytes", "F0"], "é"]
 
 

@@ -58,7 +58,6 @@ from lookahead.tools.server.metrics import Metrics, exposition
 from lookahead.tools.server.prefixes import Prefixes
 from lookahead.tools.server.reading import Prompt, Reader, Written
 from lookahead.tools.server.rehearsals import STACK, Rehearsals
-from lookahead.vocabulary import special_tokens
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -293,7 +292,7 @@ class Server:
         self._engine, self._model, self._since = engine, model, int(time.time())
         self.reading, self.compiling = Worker(), Worker(STACK)
         """Threads that read requests, and that compile what some of them enforce."""
-        self.rehearsals = Rehearsals(special_tokens(tokenizer).values())
+        self.rehearsals = Rehearsals()
         self.leaving, self.gathered = Leaving(), Gathered()
         self.open: set[asyncio.Future] = set()
         """Requests under way."""

@@ -63,7 +63,9 @@ class Grammars:
         thought = ""
         if (marks := prompt.marks) is not None and (marks.have_begun or prompt.thinks):
             thought = "thought " if marks.have_begun else f"({self._literal(marks.opens)} thought)? "
-            rules.append(f"thought[suffix={json.dumps(marks.closes)}]: /(?s:.*)/")
+            is_token = marks.closes in self._special.values()  # then no text is its end
+            end = "" if is_token else f"[suffix={json.dumps(marks.closes)}]"
+            rules.append(f"thought{end}: /(?s:.*)/ {self._literal(marks.closes) * is_token}")
         start = rf"start: {thought}/\n{{0,2}}/ ({' | '.join(bodies)})"
         return LLMatcher.grammar_from_lark("\n".join([start if thought else f"start: {' | '.join(bodies)}", *rules]))
 
@@ -143,7 +145,8 @@ class Grammars:
         return _json(schema, self._special.values())
 
     def _literal(self, text: str) -> str:
-        return text if text in self._special.values() else json.dumps(text)
+        token = next((token for token, name in self._special.items() if name == text), None)
+        return json.dumps(text) if token is None else f"<[{token}]>"
 
 
 def _functions(tools: Sequence[Any], names: Sequence[str]) -> list[tuple[int, dict]]:

@@ -2,14 +2,13 @@
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from lookahead.compat.parsing import unread
-from lookahead.vocabulary import special_tokens
 
 TEXT, REASONING = "text", "reasoning"
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # names of it in response templates
@@ -89,11 +88,20 @@ class Parser:
     The parts are the same however the answer is cut into pieces.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, template: dict, prompt: str, tools: list[Any] | None):
-        """prompt: what stands before the answer, for a chat template may have begun it."""
-        special = "|".join(map(re.escape, special_tokens(tokenizer).values())) or r"(?!)"
-        self._tokenizer, self._unseen = tokenizer, re.compile(special)
-        self._units = re.compile(rf"{special}|\w+|.", re.DOTALL)
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        special: Collection[str],
+        template: dict,
+        prompt: str,
+        tools: list[Any] | None,
+    ):
+        """special: tokens that are not shown. prompt: what stands before the answer, for a chat template may have begun
+        it.
+        """
+        any_special = "|".join(map(re.escape, special)) or r"(?!)"
+        self._tokenizer, self._unseen = tokenizer, re.compile(any_special)
+        self._units = re.compile(rf"{any_special}|\w+|.", re.DOTALL)
         self._parser: Any = tokenizer.get_response_parser(template, prefix=prompt, tools=tools)  # None: it has failed
         self._held = ""  # what no part has shown yet
         self._fed, self._read = 0, -len(unread(self._parser))  # characters, and those that its events have told of

@@ -21,6 +21,7 @@ from lookahead.tools.server.fields import Asked, RefusedError, Wishes
 from lookahead.tools.server.parsing import Call, Parser, reasoning_marks, response_template
 from lookahead.tools.server.prefixes import LEAST_SHARED
 from lookahead.tools.server.thinking import Marks
+from lookahead.vocabulary import special_tokens
 
 if TYPE_CHECKING:
     from lookahead.tools.server.grammar import Grammars
@@ -121,6 +122,7 @@ class Reader:
         self.tokenizer = tokenizer
         self._written = written
         self._end_tokens = ends_of(model.generation_config)  # type: ignore[arg-type]  # a model that generates has one
+        self._special = special_tokens(tokenizer).values()
         self._ends = {str(tokenizer.decode([token])): token for token in sorted(self._end_tokens)}
         self._template = response_template(tokenizer, self._ends) if tokenizer.chat_template else None
         self._marks = reasoning_marks(self._template)
@@ -162,7 +164,9 @@ class Reader:
         """Return what tells the parts of an answer apart; None if it is one text."""
         if not prompt.has_parts or self._template is None:
             return None
-        return Parser(self.tokenizer, self._template, str(self.tokenizer.decode(prompt.ids)), prompt.tools)
+        return Parser(
+            self.tokenizer, self._special, self._template, str(self.tokenizer.decode(prompt.ids)), prompt.tools
+        )
 
     def _told_how_to_think(self, asked: Asked, most: int | None) -> tuple[Asked, int | None]:
         """Return the request with variables for the chat template, and the tokens of reasoning, at most.
