@@ -21,7 +21,7 @@ KNOWN_ARGUMENTS = {
 }  # fmt: skip
 
 # Settings by which attention may change at some length (`limits`), besides windows and rotary embeddings.
-LIMITING = {"attn_temperature_tuning", "index_topk", "keep_window_size"}
+LIMITING = {"attn_temperature_tuning", "index_topk", "keep_window_size", "original_max_position_embeddings"}
 
 # What the loop of generate() chooses tokens by, besides processors and criteria: where it stands, and its name there.
 CHOOSING = (
@@ -89,7 +89,7 @@ def why_plain(
             return f"in training mode, in which {change} (model.eval() ends it)"
         if has_no_cache and cache_passed_in(model_kwargs) is not None:
             return "with use_cache=False, on a cache"  # to which each pass adds the whole text anew
-        if has_no_cache and not conditions.same_without_cache(model, adapter):
+        if has_no_cache and (changes_rope(model) or not conditions.same_without_cache(model, adapter)):
             return "a model that writes another text with use_cache=False"
         if prepares and not conditions.gives_usual_inputs(model, adapter, generation):
             return f"a model that gives its passes other inputs than the usual ({prepares})"
@@ -117,6 +117,9 @@ def why_plain(
     if covered[1:] != (None,) and covered != (len(ids), new if is_full else held + new):
         return "with an attention_mask that is not of the prompt's shape"
     hiding = None if mask is None or bool((mask == 1).all()) else mask
+    outlives = generation.return_dict_in_generate or (cache is not None and compat.is_callers_own(cache))
+    if prepares and outlives and not conditions.leaves_positions(model, adapter, hiding is not None):
+        return f"with a cache that outlives the call, in a model with other positions than the usual ({prepares})"
     if hiding is not None:
         from lookahead.engine.padding import why_plain as why_not_masked  # other calls hide nothing
 
@@ -133,7 +136,7 @@ def why_plain(
     if is_limited or changes_rope(model):
         from lookahead.engine.limits import why_plain as why_not_at  # other models decode alike at any length
 
-        return why_not_at(model, adapter, ids, hiding is not None, length, stop)
+        return why_not_at(model, adapter, ids, hiding is not None, held, length, stop)
     return None
 
 

@@ -1,5 +1,8 @@
 """Lengths at which passes of a few models change, so that lookahead decodes only some of their texts."""
 
+import inspect
+from typing import Any
+
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -14,12 +17,12 @@ DENSE_UP_TO = {"doge": "keep_window_size", "dots3_note_text": "index_topk"}
 
 
 def why_plain(
-    model: PreTrainedModel, adapter: ModelAdapter, ids: torch.Tensor, is_padded: bool, prompt: int, stop: int
+    model: PreTrainedModel, adapter: ModelAdapter, ids: torch.Tensor, is_padded: bool, held: int, prompt: int, stop: int
 ) -> str | None:
     """Why lookahead does not decode texts of these lengths, or None if it does.
 
-    ids: [sequences, n]. is_padded: whether they have padding. prompt: its positions, with cached ones. stop: the most
-    positions of the text.
+    ids: [sequences, n]. is_padded: whether they have padding. held: cached positions. prompt: its positions, with
+    these. stop: the most positions of the text.
     """
     if _counts_rows(adapter.config, stop) and (is_padded or ids.device.type != "cpu"):
         return "with padding, or on a GPU, at positions where the model scales queries by their row in a pass"
@@ -29,7 +32,7 @@ def why_plain(
     window = adapter.sees_all_up_to
     if window is not None and stop > window and hides_in_cache_alone(model, adapter):
         return f"beyond the {window} positions of a window that the model's cache has and its masks ignore"
-    if _switches_rope(model, len(ids), prompt, stop):
+    if _switches_rope(model, len(ids), prompt, stop) or _drops_cache(model, held or prompt, stop):
         return "across the length at which the model's rotary embedding changes"
     return None
 
@@ -37,6 +40,18 @@ def why_plain(
 def _counts_rows(config: PreTrainedConfig, stop: int) -> bool:
     """Whether queries grow by their row in a pass (Llama 4), which counts guesses and padding as positions."""
     return getattr(config, "attn_temperature_tuning", False) and stop + MAX_ROWS > config.floor_scale
+
+
+def _drops_cache(model: PreTrainedModel, first: int, stop: int) -> bool:
+    """Whether the model's class drops a cache that is shorter than a length once the text is longer (Phi-3, Phi-4).
+
+    first: positions that are computed at once, or were before.
+    """
+    switch = getattr(model.config, "original_max_position_embeddings", None)
+    prepare: Any = model.prepare_inputs_for_generation
+    code = getattr(inspect.unwrap(prepare), "__code__", None)
+    drops = code is not None and "original_max_position_embeddings" in code.co_names
+    return drops and switch is not None and first <= switch < stop
 
 
 def _switches_rope(model: PreTrainedModel, batch: int, prompt: int, stop: int) -> bool:

@@ -40,6 +40,15 @@ def gives_usual_inputs(model: PreTrainedModel, adapter: ModelAdapter, generation
     return loop_gives_usual_inputs(model, adapter, generation)
 
 
+def leaves_positions(model: PreTrainedModel, adapter: ModelAdapter, is_padded: bool) -> bool:
+    """Whether the class that prepares the inputs of passes leaves positions as they are.
+
+    Within a call, a rotary embedding does not show where they begin; on a cache that two loops share, it does.
+    is_padded: whether a pass without positions would count padding.
+    """
+    return once(model, ("positions", is_padded), True, lambda: _leaves_positions(model, adapter, is_padded))
+
+
 def loop_gives_usual_inputs(
     model: PreTrainedModel, adapter: ModelAdapter, generation: GenerationConfig, padding: int = 0
 ) -> bool:
@@ -72,6 +81,18 @@ def what_training_changes(model: PreTrainedModel, adapter: ModelAdapter) -> str 
     if not _has_program(model):
         return f"lookahead does not know what {type(model).__name__} does"
     return once(model, ("in training", state.in_training), True, lambda: _try_in_training(model, adapter))
+
+
+def _leaves_positions(model: PreTrainedModel, adapter: ModelAdapter, is_padded: bool) -> bool:
+    ids = torch.arange(7, device=device_of(model))[None]
+    given = {CACHE: DynamicCache(config=adapter.config), "use_cache": True, "is_first_iteration": True}
+    try:
+        prepare: Any = model.prepare_inputs_for_generation
+        inputs = prepare(ids, position_ids=ids.clone(), attention_mask=None, **given)
+    except Exception:  # it needs what this call lacks
+        return False
+    positions = inputs.get("position_ids")
+    return not is_padded if positions is None else torch.equal(positions.flatten(), ids.flatten())
 
 
 def _has_program(model: PreTrainedModel) -> bool:

@@ -3,10 +3,12 @@
 import copy
 import re
 import warnings
+from types import MappingProxyType
 
 import numpy as np
 import pytest
 import torch
+import transformers
 from accelerate import cpu_offload, disk_offload
 from torch import nn
 from torchao.quantization import Int8DynamicActivationInt8WeightConfig, quantize_
@@ -27,8 +29,8 @@ from transformers import (
 from zoo import COMMON, SETTINGS, tiny_model
 
 import lookahead
-from bench.tiny_models import random_model, tiny_config
-from lookahead import LookaheadConfig, UnsupportedModelError
+from bench.tiny_models import random_model, tiny_config, tiny_settings
+from lookahead import LookaheadConfig, UnsupportedModelError, compat
 from lookahead.engine import fallback, limits
 from lookahead.models.layers import read_config
 from lookahead.passes import probe
@@ -468,7 +470,8 @@ def test_plain_decoding_is_tried_once_for_all_runners(monkeypatch):
 
 
 def test_each_setting_by_which_a_model_is_limited_is_looked_for():
-    assert {*limits.DENSE_UP_TO.values(), "attn_temperature_tuning"} == fallback.LIMITING
+    others = {"attn_temperature_tuning", "original_max_position_embeddings"}
+    assert {*limits.DENSE_UP_TO.values(), *others} == fallback.LIMITING
 
 
 @pytest.mark.parametrize("vocabulary", [2, 3, 97])
@@ -530,3 +533,83 @@ def test_a_loop_of_the_familys_own_is_left_to_it(made, options):
     lookahead.wrap(model)
     with pytest.warns(UserWarning, match="a model with a loop of its own"):
         assert torch.equal(model.generate(ids, **options), plain)
+
+
+def endless(model_type, **settings):
+    model = tiny_model(model_type, **settings)
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def second_turns(model, ids, more, first=MappingProxyType({}), then=MappingProxyType({}), mask=None):
+    """Return the scores of what a model writes after ``more``, on the cache of its answer to ``ids``."""
+    options = {"do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    answer = model.generate(ids, attention_mask=mask, max_new_tokens=5, **options, **first)
+    prompt = torch.cat([answer.sequences, more], dim=1)
+    mask = None if mask is None else torch.cat([mask, mask.new_ones(1, prompt.shape[1] - mask.shape[1])], dim=1)
+    cache = {compat.CACHE: getattr(answer, compat.CACHE)}
+    return torch.stack(model.generate(prompt, attention_mask=mask, max_new_tokens=9, **options, **cache, **then).logits)
+
+
+LONG_ROPE = {
+    "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [1.0, 8.0, 16.0, 64.0],
+    "original_max_position_embeddings": 16, "factor": 4.0, "short_mscale": 1.0, "long_mscale": 1.0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("rope", [{}, {"rope_parameters": LONG_ROPE}], ids=["usual", "longrope"])
+@pytest.mark.parametrize("family", ["phi3", "phimoe", "phi4_multimodal"])
+def test_a_class_that_drops_its_cache_at_a_length(family, rope):
+    """Where the text is longer than that and the cache is not."""
+    plain = endless(family, sliding_window=None, original_max_position_embeddings=16, **rope)
+    model, ids = lookahead.wrap(copy.deepcopy(plain)), torch.arange(3, 13)[None]
+    text = {"max_new_tokens": 20, "do_sample": False}
+    assert torch.equal(plain.generate(ids, **text), model.generate(ids, **text))
+    expected, found = (second_turns(one, ids, torch.arange(30, 50)[None]) for one in (plain, model))
+    assert torch.allclose(expected, found, atol=1e-4)
+
+
+@pytest.mark.parametrize("own", [{}, {"output_hidden_states": True}], ids=["ours", "own"])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_class_with_other_positions_shares_no_cache_with_us(own, is_first):
+    """PaliGemma counts from 1. A rotary embedding does not show it within a call."""
+    plain = endless("paligemma")
+    for name, parameter in plain.named_parameters():
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            parameter.data.mul_(3)
+    model, ids, more = lookahead.wrap(copy.deepcopy(plain)), torch.arange(3, 9)[None], torch.arange(20, 23)[None]
+    turns = {"first" if is_first else "then": own}
+    expected, found = (second_turns(one, ids, more, **turns) for one in (plain, model))
+    assert torch.allclose(expected, found, atol=1e-4)
+    model.generate(ids, max_new_tokens=5)
+    assert not model.lookahead.last.plain
+
+
+@pytest.mark.parametrize("name", ["Exaone4_5_ForConditionalGeneration", "HyperCLOVAXVisionV2ForConditionalGeneration"])
+def test_a_class_that_counts_padding_shares_no_cache_with_us(name):
+    if not hasattr(transformers, name):
+        pytest.skip("this transformers has no such model")
+    cls = getattr(transformers, name)
+    torch.manual_seed(0)
+    plain = cls._from_config(cls.config_class(**tiny_settings(cls.config_class(), {}, 8)), dtype=torch.float32).eval()
+    for parameter in plain.parameters():
+        parameter.data.mul_(8 if parameter.ndim >= 2 else 1)
+    plain.generation_config.eos_token_id, plain.generation_config.pad_token_id = None, 2
+    model, ids = lookahead.wrap(copy.deepcopy(plain)), torch.tensor([[2, 2, 2, 5, 9, 11, 7]])
+    mask, more = (ids != 2).long(), torch.tensor([[8, 20, 21]])
+    expected, found = (second_turns(one, ids, more, mask=mask) for one in (plain, model))
+    assert torch.allclose(expected, found, atol=1e-3 * expected.std())
+
+
+def test_rotary_embeddings_that_change_are_computed_anew_without_a_cache():
+    dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    plain = endless("qwen2", rope_parameters=dynamic, max_position_embeddings=16)
+    torch.manual_seed(1)
+    ids, options = torch.randint(3, 97, (1, 14)), {"max_new_tokens": 40, "do_sample": False, "use_cache": False}
+    assert torch.equal(plain.generate(ids, **options), lookahead.wrap(copy.deepcopy(plain)).generate(ids, **options))
+
+
+def test_training_mode_is_read_from_the_configuration_of_the_text():
+    model, ids, options = tiny_model("fuyu").train(), IDS[:, :4], {"max_new_tokens": 5, "do_sample": False}
+    expected = model.generate(ids, **options)
+    assert torch.equal(lookahead.wrap(model).generate(ids, **options), expected)

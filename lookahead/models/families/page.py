@@ -96,7 +96,8 @@ class Page:
             raise UnknownModelError(f"{type(self.model).__name__} has its own forward")
         if global_hooks_of_users():
             raise UnknownModelError("hooks are set on all modules")
-        if self.model.training and any(getattr(self.model.config, name) for name in self.dropouts):
+        config = self.model.config.get_text_config(decoder=True)
+        if self.model.training and any(getattr(config, name) for name in self.dropouts):
             raise UnknownModelError("its layers are in training mode and have dropout or noise")
         self._operations = []
         try:
