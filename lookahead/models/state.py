@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from transformers import DynamicCache, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.generation import GenerationMixin
 
 from lookahead import compat
 from lookahead.cpu.products import classes_of
@@ -189,9 +190,10 @@ class State:
             return "a model with weights on the meta device"
         if self._differing:
             return f"a model whose parts have configurations that differ ({', '.join(self._differing)})"
-        if self._own_loop is not None:
+        by_users = self.users.why_plain() if self.users else None
+        if by_users is None and self._own_loop is not None:
             return f"a model with a loop of its own ({self._own_loop})"
-        return self.users.why_plain() if self.users else None
+        return by_users
 
 
 _states = OfModels[State]()
@@ -261,7 +263,11 @@ def _replaced_by_family(cls: type) -> dict[str, str]:
     """Methods of the loop of generate() that a model's class inherits from its family, by name, and where they are."""
     owners = {name: next((base for base in cls.__mro__ if name in vars(base)), cls) for name in OF_LOOP}
     of_family = {name: owner for name, owner in owners.items() if owner.__module__.startswith("transformers.models.")}
-    return {name: f"{owner.__name__}.{name}" for name, owner in of_family.items() if name in vars(owner)}
+    return {
+        name: f"{owner.__name__}.{name}"
+        for name, owner in of_family.items()
+        if name in vars(owner) and vars(owner)[name] is not vars(GenerationMixin).get(name)
+    }
 
 
 def _registered(model: PreTrainedModel) -> list[tuple[str, str, Any]]:

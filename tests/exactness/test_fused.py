@@ -1089,6 +1089,7 @@ def test_a_prompt_holds_the_same_bits_in_whatever_chunks_it_is_read(family, coun
     note(f"{family=} {count=} {chunk_size=} {at_once=} {dtype=} {seed=}")
     model = tiny_model(family, seed, max_position_embeddings=1024, **sizes(family, 64, 64, 16)).to(dtype)
     adapter = capabilities.find_adapter(model)
+    assume(adapter.uses_kernels)  # in a random mixture in bf16, rounding may choose other experts
     layers = first_and_last(family)
     runner = FusedRunner(model, adapter, layers, family in TRANSPOSED)
     assume(runner.longest_prompt >= count)
