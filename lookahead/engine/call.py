@@ -15,7 +15,7 @@ from transformers.utils import ModelOutput
 from lookahead import compat
 from lookahead.decoding_pass import DecodingPass
 from lookahead.engine.engine import Lookahead
-from lookahead.engine.prefill import cache_passed_in, positions_in, prefill, prompts_of
+from lookahead.engine.prefill import cache_passed_in, outlives_call, positions_in, prefill, prompts_of
 from lookahead.engine.sampling import NextTokenRule, runs_code_of_users, walk
 from lookahead.guessing.budget import Budget, average_length
 from lookahead.guessing.combine import Combined, needs_of
@@ -319,7 +319,7 @@ class Call:
 
 def _callers_cache(theirs: Cache | None, generation: GenerationConfig) -> "CallersCache | None":
     """Return what represents generate()'s cache; None if that is empty and not used after the call."""
-    outlives = generation.return_dict_in_generate or compat.is_callers_own(theirs)
+    outlives = outlives_call(theirs, generation)
     if theirs is None or not (outlives or positions_in(theirs)):
         return None
     from lookahead.engine.callers_cache import CallersCache  # other calls do not need it

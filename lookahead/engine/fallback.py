@@ -7,7 +7,13 @@ from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, Pr
 
 from lookahead import compat
 from lookahead.config import LookaheadConfig
-from lookahead.engine.prefill import cache_passed_in, has_new_layers, positions_in, repeats_what_is_cached
+from lookahead.engine.prefill import (
+    cache_passed_in,
+    has_new_layers,
+    outlives_call,
+    positions_in,
+    repeats_what_is_cached,
+)
 from lookahead.models.adapter import UnsupportedModelError
 from lookahead.models.layers import changes_rope
 from lookahead.models.origin import Foreign, is_own
@@ -117,8 +123,8 @@ def why_plain(
     if covered[1:] != (None,) and covered != (len(ids), new if is_full else held + new):
         return "with an attention_mask that is not of the prompt's shape"
     hiding = None if mask is None or bool((mask == 1).all()) else mask
-    outlives = generation.return_dict_in_generate or (cache is not None and compat.is_callers_own(cache))
-    if prepares and outlives and not conditions.leaves_positions(model, adapter, hiding is not None):
+    is_shared = prepares and outlives_call(cache, generation)
+    if is_shared and not conditions.leaves_positions(model, adapter, hiding is not None):
         return f"with a cache that outlives the call, in a model with other positions than the usual ({prepares})"
     if hiding is not None:
         from lookahead.engine.padding import why_plain as why_not_masked  # other calls hide nothing

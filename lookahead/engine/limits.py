@@ -9,6 +9,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from lookahead.config import MAX_ROWS
 from lookahead.models.adapter import ModelAdapter, context_length
 from lookahead.models.layers import ropes_of
+from lookahead.models.origin import code_of
 from lookahead.models.sliding import hides_in_cache_alone
 
 # By model type, the attribute of its configuration with the length up to which attention sees all keys. Beyond it,
@@ -48,10 +49,11 @@ def _drops_cache(model: PreTrainedModel, first: int, stop: int) -> bool:
     first: positions that are computed at once, or were before.
     """
     switch = getattr(model.config, "original_max_position_embeddings", None)
+    if switch is None or not first <= switch < stop:
+        return False
     prepare: Any = model.prepare_inputs_for_generation
-    code = getattr(inspect.unwrap(prepare), "__code__", None)
-    drops = code is not None and "original_max_position_embeddings" in code.co_names
-    return drops and switch is not None and first <= switch < stop
+    code = code_of(inspect.unwrap(prepare))
+    return code is not None and "original_max_position_embeddings" in code.co_names
 
 
 def _switches_rope(model: PreTrainedModel, batch: int, prompt: int, stop: int) -> bool:

@@ -8,7 +8,7 @@ import torch
 from transformers import GenerationConfig
 from transformers.cache_utils import Cache
 
-from lookahead.compat import CACHE_ARGUMENTS, caches_nothing, dropped_mask_length
+from lookahead.compat import CACHE_ARGUMENTS, caches_nothing, dropped_mask_length, is_callers_own
 from lookahead.guessing.combine import Combined
 from lookahead.models.adapter import context_length
 from lookahead.models.cache import AnyCache, LookaheadCache, copy_of_cache, counts_positions
@@ -46,6 +46,11 @@ def repeats_what_is_cached(ids: torch.Tensor, generation: GenerationConfig, mode
     # The mask covers the cache and the prompt. generate() may have dropped it, if it hid nothing.
     covered = dropped_mask_length(generation) if mask is None else mask.shape[-1]
     return model_kwargs.get("inputs_embeds") is not None or covered == ids.shape[1]
+
+
+def outlives_call(cache: Cache | None, generation: GenerationConfig) -> bool:
+    """Whether the caller may use this cache, which generate() hands to its loop, after the call."""
+    return bool(generation.return_dict_in_generate) or is_callers_own(cache)
 
 
 def cache_passed_in(model_kwargs: dict) -> Cache | None:

@@ -17,7 +17,6 @@ import torch
 from torch import nn
 from transformers import DynamicCache, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
-from transformers.generation import GenerationMixin
 
 from lookahead import compat
 from lookahead.cpu.products import classes_of
@@ -261,12 +260,11 @@ def _origin(of_modules: list[type], registered: list[tuple[str, str, Any]], befo
 
 def _replaced_by_family(cls: type) -> dict[str, str]:
     """Methods of the loop of generate() that a model's class inherits from its family, by name, and where they are."""
-    owners = {name: next((base for base in cls.__mro__ if name in vars(base)), cls) for name in OF_LOOP}
-    of_family = {name: owner for name, owner in owners.items() if owner.__module__.startswith("transformers.models.")}
+    found: dict[str, Any] = {name: getattr(cls, name, None) for name in OF_LOOP}
     return {
-        name: f"{owner.__name__}.{name}"
-        for name, owner in of_family.items()
-        if name in vars(owner) and vars(owner)[name] is not vars(GenerationMixin).get(name)
+        name: method.__qualname__
+        for name, method in found.items()
+        if getattr(method, "__module__", "").startswith("transformers.models.")
     }
 
 
